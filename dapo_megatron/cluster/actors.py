@@ -1,0 +1,186 @@
+"""The Ray actors: a training rank around MegatronActor, an engine around RolloutEngine; and their handles, which
+are what the trainer sees (`TrainingGroup`, `RolloutEngine` in trainer/roles.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from dapo_megatron.cluster.waiting import answer, answers
+from dapo_megatron.config.schema import Config, SamplingConfig
+from dapo_megatron.data.types import Sample, TrainingSample
+
+ActorPlan = Sequence[Sequence[Sequence[TrainingSample]]]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the layout: its share of the data, and whether it is the one that answers for it."""
+
+    data_parallel_rank: int
+    answers_for_share: bool
+
+
+class TrainingRank:
+    """One training process; methods are called on all ranks at once, since they hold collectives."""
+
+    def __init__(self, config: Config, hf_folder: str, rank: int, world_size: int) -> None:
+        self._config = config
+        self._hf_folder = hf_folder
+        self._rank = rank
+        self._world_size = world_size
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and a free port on this host, for the process group."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def start(self, master_address: str, master_port: int) -> RankPlace:
+        """Join the process group and build the model."""
+        from dapo_megatron.megatron.actor import MegatronActor
+
+        self._actor = MegatronActor(
+            self._config,
+            self._hf_folder,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_address=master_address,
+            master_port=master_port,
+        )
+        return RankPlace(self._actor.data_parallel_rank, self._actor.answers_for_share)
+
+    def connect(self, engine_handles: list[Any]) -> None:
+        """Set up the weight transfer into the engines."""
+        from dapo_megatron.weights.transport import RayVLLMWeightSyncClient, trainer_engine
+
+        settings = self._config.weights
+        self._transfer = trainer_engine(
+            self._actor.weight_source(),
+            RayVLLMWeightSyncClient(engine_handles),
+            rank=self._rank,
+            buffer_bytes=settings.buffer_bytes,
+            checksums=settings.checksums,
+        )
+
+    def log_probs(self, micro_batches: list[list[TrainingSample]], reference: bool) -> list[list[np.ndarray]]:
+        """See MegatronActor.log_probs."""
+        return self._actor.log_probs(micro_batches, reference=reference)
+
+    def update(self, micro_batches: list[list[TrainingSample]], step: int) -> dict[str, float]:
+        """See MegatronActor.update."""
+        return self._actor.update(micro_batches, step=step)
+
+    def sync_weights(self, policy_version: int) -> None:
+        """Send all weights to the engines."""
+        self._transfer.send_weights(policy_version)
+
+    def export(self, folder: str) -> None:
+        """See MegatronActor.export_hf."""
+        self._actor.export_hf(Path(folder))
+
+
+class RayTrainingGroup:
+    """All training ranks as one `TrainingGroup`."""
+
+    def __init__(self, ranks: list[Any], config: Config) -> None:
+        self._ranks = ranks
+        self._deadline_s = config.cluster.phase_deadline_s
+        self._places: list[RankPlace] = []
+        self.data_parallel_size = config.parallel.data
+
+    async def start(self, deadline_s: float) -> None:
+        """Build the model on every rank."""
+        address = await answer(self._ranks[0].rendezvous.remote(), "training rank 0", "rendezvous", deadline_s)
+        self._places = await self._on_all_ranks("start", *address, deadline_s=deadline_s)
+
+    async def connect(self, engine_handles: list[Any], deadline_s: float) -> None:
+        """Set up the weight transfer; the engines must be up."""
+        await self._on_all_ranks("connect", engine_handles, deadline_s=deadline_s)
+
+    async def log_probs(self, plan: ActorPlan, *, reference: bool = False) -> list[list[list[np.ndarray]]]:
+        """See TrainingGroup.log_probs."""
+        return self._by_share(await self._on_shares("log_probs", plan, reference))
+
+    async def update(self, plan: ActorPlan, *, step: int) -> dict[str, float]:
+        """See TrainingGroup.update."""
+        return self._by_share(await self._on_shares("update", plan, step))[0]
+
+    async def sync_weights(self, policy_version: int) -> None:
+        """See TrainingGroup.sync_weights."""
+        await self._on_all_ranks("sync_weights", policy_version)
+
+    async def export(self, folder: Path) -> None:
+        """See TrainingGroup.export."""
+        shutil.rmtree(folder, ignore_errors=True)
+        await self._on_all_ranks("export", str(folder.absolute()))
+
+    async def _on_all_ranks(self, method: str, *args: Any, deadline_s: float | None = None) -> list[Any]:
+        calls = {f"training rank {i}": getattr(rank, method).remote(*args) for i, rank in enumerate(self._ranks)}
+        return await answers(calls, method, deadline_s or self._deadline_s)
+
+    async def _on_shares(self, method: str, plan: ActorPlan, *args: Any) -> list[Any]:
+        """Call each rank with its share only; a share is stored once for all ranks that need it."""
+        shares = [ray.put([list(micro_batch) for micro_batch in share]) for share in plan]
+        calls = {
+            f"training rank {i}": getattr(rank, method).remote(shares[place.data_parallel_rank], *args)
+            for i, (rank, place) in enumerate(zip(self._ranks, self._places, strict=True))
+        }
+        return await answers(calls, method, self._deadline_s)
+
+    def _by_share(self, results: list[Any]) -> list[Any]:
+        found = {
+            place.data_parallel_rank: result
+            for place, result in zip(self._places, results, strict=True)
+            if place.answers_for_share
+        }
+        return [found[share] for share in range(self.data_parallel_size)]
+
+
+class RayEngine:
+    """One engine actor as a trainer's `RolloutEngine`."""
+
+    def __init__(self, handle: Any, index: int, config: Config) -> None:
+        self.handle = handle
+        self._name = f"rollout engine {index}"
+        self._deadline_s = config.cluster.phase_deadline_s
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingConfig
+    ) -> list[Sample]:
+        """See sampling.engine_pool.Engine.generate."""
+        return await self._call("generate", list(prompt_token_ids), list(seeds), sampling)
+
+    async def abort_all(self) -> None:
+        """See sampling.engine_pool.Engine.abort_all."""
+        await self._call("abort_all")
+
+    async def release(self) -> None:
+        """See trainer.roles.RolloutEngine.release."""
+        await self._call("release")
+
+    async def restore(self) -> None:
+        """See trainer.roles.RolloutEngine.restore."""
+        await self._call("restore")
+
+    async def ready(self, deadline_s: float) -> None:
+        """Wait until the engine has loaded its model."""
+        await answer(self.handle.__ray_ready__.remote(), self._name, "start", deadline_s)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await answer(getattr(self.handle, method).remote(*args), self._name, method, self._deadline_s)
+
+
+async def start_all(group: RayTrainingGroup, engines: Sequence[RayEngine], deadline_s: float) -> None:
+    """Bring up engines and ranks side by side, then connect them."""
+    await asyncio.gather(group.start(deadline_s), *(engine.ready(deadline_s) for engine in engines))
+    await group.connect([engine.handle for engine in engines], deadline_s)

@@ -1,0 +1,387 @@
+"""What several fields must satisfy together, and what the ranges of single fields are.
+
+Three moments: `validate` needs nothing but the configuration, `validate_files` looks at the disk, `validate_model`
+needs the model's own config.json. All of them run before anything heavy starts, and name every problem at once.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import math
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.config.schema import (
+    Config,
+    CorrectionKind,
+    DatasetConfig,
+    KLEstimator,
+    OldLogProbs,
+    SamplingConfig,
+)
+
+PACKAGE_PREFIX = "package:"
+
+_AT_LEAST: dict[str, float] = {
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "parallel.data": 1,
+    "parallel.max_tokens_per_micro_batch": 1,
+    "algorithm.loss_norm_tokens": 1,
+    "algorithm.kl.coefficient": 0,
+    "algorithm.entropy_coefficient": 0,
+    "algorithm.overlong.penalty_factor": 0,
+    "algorithm.correction.low": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_grad": 0,
+    "optimizer.max_skipped_updates": 1,
+    "rollout.engines": 1,
+    "rollout.samples_per_prompt": 1,
+    "rollout.max_response_tokens": 1,
+    "rollout.max_concurrent_samples": 1,
+    "rollout.kv_cache_bytes": 1,
+    "rollout.tensor": 1,
+    "rollout.cpu_threads": 1,
+    "data.max_prompt_tokens": 1,
+    "evaluation.every_steps": 1,
+    "weights.buffer_bytes": 1,
+    "cluster.cpu_threads_per_actor": 1,
+    "trainer.steps": 1,
+    "trainer.train_batch_size": 1,
+    "trainer.update_batch_size": 1,
+    "trainer.epochs": 1,
+    "trainer.checkpoint_every_steps": 1,
+    "trainer.save_samples_every_steps": 1,
+    "trainer.samples_per_file": 0,
+}
+"""Smallest allowed value; a null is not checked."""
+
+_ABOVE: dict[str, float] = {
+    "algorithm.clip.low": 0,
+    "algorithm.clip.high": 0,
+    "algorithm.clip.dual": 1,
+    "algorithm.correction.cap": 0,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "cluster.start_deadline_s": 0,
+    "cluster.phase_deadline_s": 0,
+}
+"""Bound that the value must exceed."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "precision.params_dtype": ("float32", "bfloat16"),
+    "precision.rollout_dtype": ("float32", "bfloat16"),
+    "weights.transport": ("auto", "shared_memory", "ipc"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+
+_OPENED_LAYOUT: dict[str, object] = {
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": None,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "parallel.sequence_parallel": False,
+    "rollout.tensor": 1,
+}
+"""The only layout that runs so far, beside any `parallel.data` and `rollout.engines`."""
+
+
+def validate(config: Config) -> None:
+    """Check ranges and what fields must satisfy together.
+
+    Raises:
+        ValueError: lists every problem, each with what was given and what is allowed.
+    """
+    _raise(
+        [
+            *_ranges(config),
+            *_batch(config),
+            *_layout(config),
+            *_algorithm(config),
+            *_sampling("rollout.sampling", config.rollout.sampling, training=True),
+            *_data(config),
+            *_evaluation(config),
+            *_places(config),
+        ]
+    )
+
+
+def validate_files(config: Config) -> None:
+    """Check that the model, its tokenizer and the datasets are there, before anything heavy starts.
+
+    Raises:
+        ValueError: lists every missing file, with the command that makes it where the configuration names one.
+    """
+    problems = [*_model_files(config), *_dataset_files("data.train", config.data.train)]
+    for name, each in config.evaluation.sets.items():
+        problems += _dataset_files(f"evaluation.sets.{name}.dataset", each.dataset)
+    _raise(problems)
+    if config.model.gguf_file is None:
+        path = Path(config.model.path) / "config.json"
+        try:
+            hf_config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        validate_model(config, hf_config)
+
+
+def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Check that the longest prompt with the longest response fits the model's window.
+
+    Args:
+        hf_config: the content of the model's config.json.
+
+    Raises:
+        ValueError: with the three numbers.
+    """
+    window = hf_config.get("max_position_embeddings")
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if isinstance(window, int) and prompt + response > window:
+        raise ValueError(
+            f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response} = {prompt + response} tokens "
+            f"exceed the model's window of {window} (max_position_embeddings): "
+            f"lower one of them by at least {prompt + response - window}"
+        )
+
+
+def _raise(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError(f"the configuration has {len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def _get(config: Config, path: str) -> Any:
+    return operator.attrgetter(path)(config)
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for path, least in _AT_LEAST.items():
+        value = _get(config, path)
+        if value is not None and not least <= value < math.inf:
+            yield f"{path}={value} must be at least {least}"
+    for path, bound in _ABOVE.items():
+        value = _get(config, path)
+        if value is not None and not value > bound:
+            yield f"{path}={value} must be above {bound}"
+    for path, choices in _CHOICES.items():
+        value = _get(config, path)
+        if value not in choices:
+            yield f"{path}={value!r} is not one of: {', '.join(choices)}"
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas={betas} must be two numbers from 0 to below 1"
+
+
+def _batch(config: Config) -> Iterator[str]:
+    """A step is split by group into updates of one size."""
+    groups, update = config.trainer.train_batch_size, config.trainer.update_batch_size
+    n = config.rollout.samples_per_prompt
+    if min(groups, update, n) < 1:
+        return
+    samples = groups * n
+    valid = [n * divisor for divisor in range(1, groups + 1) if groups % divisor == 0]
+    nearest = min(valid, key=lambda size: abs(size - update))
+    if update % n:
+        yield (
+            f"trainer.update_batch_size={update} samples is not a multiple of rollout.samples_per_prompt={n}, and "
+            f"groups are never split: the nearest valid size is {nearest}"
+        )
+    elif samples % update:
+        yield (
+            f"trainer.train_batch_size={groups} x rollout.samples_per_prompt={n} = {samples} samples do not divide "
+            f"into updates of trainer.update_batch_size={update}: the nearest valid size is {nearest}"
+        )
+    if config.parallel.data > update:
+        yield (
+            f"parallel.data={config.parallel.data} ranks cannot share an update of trainer.update_batch_size={update} "
+            f"samples: at most {update}"
+        )
+    budget = config.algorithm.filtering.max_prompts_per_step
+    if budget is not None and budget < groups:
+        yield (
+            f"algorithm.filtering.max_prompts_per_step={budget} can never fill "
+            f"trainer.train_batch_size={groups}: at least {groups}"
+        )
+
+
+def _layout(config: Config) -> Iterator[str]:
+    for path, opened in _OPENED_LAYOUT.items():
+        value = _get(config, path)
+        if value != opened:
+            given, allowed = json.dumps(value), json.dumps(opened)
+            yield f"{path}={given} is not supported yet, only {allowed} is: scale with parallel.data or rollout.engines"
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not (parallel.overlap_grad_reduce and config.optimizer.distributed):
+        yield (
+            "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true and optimizer.distributed=true"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, n = config.algorithm, config.rollout.samples_per_prompt
+    if algorithm.kl.coefficient > 0 and algorithm.kl.estimator == KLEstimator.k1:
+        yield "algorithm.kl.estimator=k1 has no expected gradient in a loss: k2 or k3"
+
+    overlong, longest = algorithm.overlong, config.rollout.max_response_tokens
+    if overlong.penalty:
+        limit = overlong.max_response_tokens if overlong.max_response_tokens is not None else longest
+        if limit < 1:
+            yield (
+                "algorithm.overlong.penalty=true needs a maximum length: "
+                "set algorithm.overlong.max_response_tokens or rollout.max_response_tokens"
+            )
+        elif not 1 <= overlong.buffer_tokens <= limit:
+            yield (
+                f"algorithm.overlong.buffer_tokens={overlong.buffer_tokens} must lie between 1 and the maximum "
+                f"response length {limit}"
+            )
+        elif limit - overlong.buffer_tokens >= longest:
+            yield (
+                f"algorithm.overlong.penalty=true never applies: it starts above {limit - overlong.buffer_tokens} "
+                f"tokens, and rollout.max_response_tokens={longest}"
+            )
+
+    filtering = algorithm.filtering
+    low, high = filtering.pass_rate_low, filtering.pass_rate_high
+    if (low is None) != (high is None):
+        yield "algorithm.filtering.pass_rate_low and pass_rate_high are set together or not at all"
+    elif low is not None and high is not None and not 0 <= low <= high <= 1:
+        yield f"algorithm.filtering: 0 <= pass_rate_low={low} <= pass_rate_high={high} <= 1 does not hold"
+    elif filtering.enabled and low is None and n == 1:
+        yield (
+            "algorithm.filtering.enabled=true rejects every group of rollout.samples_per_prompt=1, whose accuracies "
+            "are always equal: at least 2 samples, or no filtering"
+        )
+
+    correction = algorithm.correction
+    if correction.kind != CorrectionKind.none and algorithm.old_log_probs == OldLogProbs.rollout:
+        yield (
+            f"algorithm.correction.kind={correction.kind} with algorithm.old_log_probs=rollout corrects nothing "
+            "(the ratio is 1 everywhere): use old_log_probs=recompute, or kind=none"
+        )
+    if correction.kind == CorrectionKind.mis and not correction.low <= 1 <= correction.high:
+        yield (
+            f"algorithm.correction: low={correction.low} <= 1 <= high={correction.high} does not hold, so that "
+            "tokens without any mismatch would be masked"
+        )
+
+
+def _sampling(path: str, sampling: SamplingConfig, *, training: bool) -> Iterator[str]:
+    temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
+    if not 0 <= temperature < math.inf or (training and temperature == 0):
+        yield f"{path}.temperature={temperature} must be {'above' if training else 'at least'} 0"
+    if not 0 < top_p <= 1:
+        yield f"{path}.top_p={top_p} must be above 0 and at most 1"
+    if top_k != -1 and top_k < 1:
+        yield f"{path}.top_k={top_k} must be -1 (all tokens) or at least 1"
+    if training and not sampling.allow_biased_ratios and (top_p < 1 or top_k != -1):
+        yield (
+            f"{path}: top_p={top_p}, top_k={top_k} bias the ratios of training: use top_p=1 and top_k=-1, "
+            f"or accept the bias with {path}.allow_biased_ratios=true"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    yield from _dataset("data.train", config.data.train)
+    if config.reward.scorer != "dapo" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", config.reward.scorer):
+        yield f"reward.scorer={config.reward.scorer!r} must be 'dapo' or an import path 'package.module:function'"
+
+
+def _dataset(path: str, dataset: DatasetConfig) -> Iterator[str]:
+    if not dataset.path:
+        yield f"{path}.path is empty: name a dataset folder, a *.parquet or *.jsonl file, or a glob"
+    for column in ("prompt", "ground_truth"):
+        if not getattr(dataset.columns, column):
+            yield f"{path}.columns.{column} is empty: name the column"
+    if dataset.limit is not None and dataset.limit < 1:
+        yield f"{path}.limit={dataset.limit} must be at least 1, or null"
+    template = dataset.prompt_template
+    if template is not None and template.count("{prompt}") != 1:
+        yield f"{path}.prompt_template must have {{prompt}} once; it has it {template.count('{prompt}')} times"
+    pattern = dataset.ground_truth_pattern
+    if pattern is not None:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            yield f"{path}.ground_truth_pattern={pattern!r} is not a regular expression: {error}"
+        else:
+            if groups < 1:
+                yield f"{path}.ground_truth_pattern={pattern!r} needs a group (...) around the ground truth"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
+    yield from _sampling("evaluation.sampling", evaluation.sampling, training=False)
+    if evaluation.every_steps is not None and not evaluation.sets:
+        yield f"evaluation.every_steps={evaluation.every_steps} without any evaluation.sets"
+    for name, each in evaluation.sets.items():
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield f"evaluation.sets: the name {name!r} may hold letters, digits, '_', '-' and '.' only"
+        if each.samples_per_prompt < 1:
+            yield f"evaluation.sets.{name}.samples_per_prompt={each.samples_per_prompt} must be at least 1"
+        yield from _dataset(f"evaluation.sets.{name}.dataset", each.dataset)
+
+
+def _places(config: Config) -> Iterator[str]:
+    """The model's name, the run directory and where the actors live."""
+    model = config.model
+    if not model.path:
+        yield "model.path is empty: name an HF model folder, or package:NAME"
+    if model.path.startswith(PACKAGE_PREFIX) and not _package(model.path).isidentifier():
+        yield f"model.path={model.path!r}: a package name follows {PACKAGE_PREFIX!r}"
+    if model.gguf_file is not None and not model.gguf_file.endswith(".gguf"):
+        yield f"model.gguf_file={model.gguf_file!r} does not end in .gguf"
+    if not config.trainer.run_dir:
+        yield "trainer.run_dir is empty: name a folder"
+    if config.cluster.device == "cpu":
+        if config.weights.transport == "ipc":
+            yield "weights.transport=ipc needs CUDA, and cluster.device=cpu: shared_memory or auto"
+        if config.rollout.kv_cache_bytes is None:
+            yield "rollout.kv_cache_bytes=null works with CUDA only, and cluster.device=cpu: name a size in bytes"
+
+
+def _package(path: str) -> str:
+    return path.removeprefix(PACKAGE_PREFIX)
+
+
+def _model_files(config: Config) -> Iterator[str]:
+    model = config.model
+    how = f"; make it with: {model.made_by}" if model.made_by else ""
+    folder = Path(model.path)
+    if model.path.startswith(PACKAGE_PREFIX):
+        spec = importlib.util.find_spec(_package(model.path))
+        if spec is None or not spec.submodule_search_locations:
+            yield f"model.path={model.path}: the package {_package(model.path)} is not installed{how}"
+            return
+        folder = Path(spec.submodule_search_locations[0])
+    if not folder.is_dir():
+        yield f"model.path={model.path}: there is no such folder{how}"
+        return
+    if model.gguf_file is not None:
+        if not (folder / model.gguf_file).is_file():
+            there = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
+            yield f"model.gguf_file={model.gguf_file} is not in {folder}; GGUF files there: {there}{how}"
+    elif not (folder / "config.json").is_file():
+        yield f"model.path={model.path} is not an HF model folder: it has no config.json{how}"
+    elif not any(folder.glob("*.safetensors")):
+        yield f"model.path={model.path} has no *.safetensors file{how}"
+    if model.tokenizer_path is not None and not Path(model.tokenizer_path).is_dir():
+        yield f"model.tokenizer_path={model.tokenizer_path}: there is no such folder"
+
+
+def _dataset_files(path: str, dataset: DatasetConfig) -> Iterator[str]:
+    if not Path(dataset.path).exists() and not glob.glob(dataset.path, recursive=True):
+        yield f"{path}.path={dataset.path}: there is no such file or folder"
