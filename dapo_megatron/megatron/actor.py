@@ -53,6 +53,9 @@ class MegatronActor:
         rank, world_size: place among the training actors.
         master_address, master_port: where the ranks meet.
 
+    Attributes:
+        chunks: the DDP-wrapped model chunks of this rank.
+
     Raises:
         ValueError: an unusable model folder, a dtype or world size that does not fit.
     """
@@ -62,8 +65,8 @@ class MegatronActor:
     ) -> None:
         self._config = config
         self._source = HFFolder(hf_folder)
-        self._family = family_of(self._source.config)
-        self._dimensions = self._family.dimensions(self._source.config)
+        self.family = family_of(self._source.config)
+        self.dimensions = self.family.dimensions(self._source.config)
         self._dtype = _dtype(config.precision.params_dtype, "precision.params_dtype")
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
@@ -71,13 +74,13 @@ class MegatronActor:
         initialize_parallel(config.parallel, rank, world_size, f"tcp://{master_address}:{master_port}")
         model_parallel_cuda_manual_seed(config.trainer.seed)
 
-        chunks = build_chunks(self._family, self._dimensions, config.parallel, self._dtype)
-        load_hf_weights(chunks, self._source, self._family, self._dimensions)
-        self._chunks = _wrap(chunks, config)
-        self._optimizer = build_optimizer(self._chunks, config.optimizer, self._dtype)
+        chunks = build_chunks(self.family, self.dimensions, config.parallel, self._dtype)
+        load_hf_weights(chunks, self._source, self.family, self.dimensions)
+        self.chunks = _wrap(chunks, config)
+        self._optimizer = build_optimizer(self.chunks, config.optimizer, self._dtype)
         self._reference: list[Tensor] | None = None
         if config.algorithm.kl.coefficient > 0:
-            self._reference = [parameter.detach().clone() for _, parameter in named_local_parameters(self._chunks)]
+            self._reference = [parameter.detach().clone() for _, parameter in named_local_parameters(self.chunks)]
         self._skipped_in_a_row = 0
 
     @property
@@ -126,7 +129,7 @@ class MegatronActor:
         lr = learning_rate(self._config.optimizer, step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._sum_over_ranks(self._run(micro_batches, self._loss, forward_only=False))
@@ -136,7 +139,7 @@ class MegatronActor:
     def weight_source(self) -> MegatronWeightSource:
         """The current weights as full HF tensors in the rollout dtype; every pass reads them anew."""
         dtype = _dtype(self._config.precision.rollout_dtype, "precision.rollout_dtype")
-        return MegatronWeightSource(self._chunks, self._family, self._dimensions, dtype)
+        return MegatronWeightSource(self.chunks, self.family, self.dimensions, dtype)
 
     def export_hf(self, folder: Path) -> None:
         """Write the policy as an HF folder in the training dtype. All ranks call it, rank 0 writes.
@@ -144,7 +147,7 @@ class MegatronActor:
         Raises:
             ValueError: the folder exists.
         """
-        source = MegatronWeightSource(self._chunks, self._family, self._dimensions)
+        source = MegatronWeightSource(self.chunks, self.family, self.dimensions)
         if dist.get_rank() == 0:
             write_hf_folder(Path(folder), source, self._source)
         elif parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
@@ -161,11 +164,11 @@ class MegatronActor:
             return model(batch, temperature), partial(read_output, batch)
 
         batches = [pack(samples, self._device) for samples in micro_batches]
-        iterators = [iter(batches) for _ in self._chunks]
+        iterators = [iter(batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self._chunks,
+            model=self.chunks,
             num_microbatches=len(batches),
             seq_length=max(batch.tokens.numel() for batch in batches),
             micro_batch_size=1,
@@ -208,12 +211,12 @@ class MegatronActor:
         self._optimizer.step()
         if self._config.parallel.overlap_param_gather:
             # Log-probs and weight syncs read the parameters next, not always through a forward pass.
-            for chunk in self._chunks:
+            for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         return True, grad_norm
 
     def _count_skipped(self, grad_norm: float) -> None:
-        names = (name for name, p in named_local_parameters(self._chunks) if not p.main_grad.isfinite().all())
+        names = (name for name, p in named_local_parameters(self.chunks) if not p.main_grad.isfinite().all())
         found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, next(names, None))
         name = next((name for name in found if name), "none: each gradient is finite, their norm is not")
@@ -237,7 +240,7 @@ class MegatronActor:
     @torch.no_grad()
     def _swap_reference(self) -> None:
         assert self._reference is not None
-        for (_, parameter), reference in zip(named_local_parameters(self._chunks), self._reference, strict=True):
+        for (_, parameter), reference in zip(named_local_parameters(self.chunks), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(reference)
             reference.copy_(current)

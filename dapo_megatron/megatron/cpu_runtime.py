@@ -13,6 +13,7 @@ import functools
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,10 @@ def install() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("cpu_runtime.install() must run before megatron.core is imported")
     _installed = True
+    # Core warns at import that Transformer Engine and Apex are missing: without CUDA nobody can have them.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # Core's collectives go by names that newer torch versions call deprecated.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     _redirect_tensor_creation()
     _redirect_cuda_namespace()
     _disable_jit()

@@ -30,7 +30,11 @@ def build_optimizer(chunks: Sequence[nn.Module], settings: OptimizerConfig, para
         params_dtype=params_dtype,
         use_distributed_optimizer=settings.distributed,
     )
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron leaves it to its own scheduler to apply the multiplier: without one, everything would be decayed.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def learning_rate(settings: OptimizerConfig, step: int) -> float:

@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_megatron.config.schema import Config, SamplingConfig
 from dapo_megatron.data.types import Sample
+from dapo_megatron.rollout.vllm_setup import build_vllm_engine, engine_environment
+
+__all__ = ["EngineFailed", "GenerationAborted", "RolloutEngine", "engine_environment"]
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -33,10 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-WORKER_EXTENSION = "dapo_megatron.rollout.worker_extension.RolloutWorkerExtension"
-CPU_PREFILL_TOKENS = 4096
-"""Prompt tokens in one step on the CPU (more if one prompt may be longer: prompts are never split there)."""
 
 
 class GenerationAborted(RuntimeError):
@@ -49,30 +47,6 @@ class EngineFailed(RuntimeError):
 
 class _Shutdown(BaseException):
     """Ends the engine's thread."""
-
-
-def engine_environment(device: str, cpu_threads: int = 1) -> dict[str, str]:
-    """Environment of a process that will hold a `RolloutEngine`, to be set before torch or vLLM is imported.
-
-    Args:
-        device: `cpu` or `cuda`.
-        cpu_threads: `rollout.cpu_threads`.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dapo_megatron", "vllm")
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
-        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache)),  # warm: 2 s to start instead of 12
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if device == "cpu":
-        environment |= {
-            "TORCH_COMPILE_DISABLE": "1",  # compiling the rank of a log-prob takes 15 s
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and training actors share the cores
-            "OMP_NUM_THREADS": str(cpu_threads),
-        }
-    return environment
 
 
 @dataclass
@@ -116,7 +90,7 @@ class RolloutEngine:
             os.environ.setdefault(name, value)
         self.policy_version = 0
         self._phase = "ready"
-        self._failure: BaseException | None = None
+        self._failure: EngineFailed | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[_Group, int]] = {}
@@ -224,13 +198,15 @@ class RolloutEngine:
     # ---- commands: run on the engine's thread ----
 
     def _add_group(self, group: _Group) -> None:
+        from vllm.inputs import tokens_input
+
         if self._phase != "ready":
             raise RuntimeError(f"the engine is {self._phase}: no generation before a full weight sync or restore")
         group.policy_version = self.policy_version
+        prompt = tokens_input(group.prompt_token_ids)
         try:
             for index, seed in enumerate(group.seeds):
                 request_id = str(next(self._request_numbers))
-                prompt = {"prompt_token_ids": group.prompt_token_ids}
                 self._groups[request_id] = (group, index)
                 group.request_ids.append(request_id)
                 self._engine.add_request(request_id, prompt, self._sampling_params(group.sampling, seed))
@@ -279,6 +255,8 @@ class RolloutEngine:
     def _start_weight_update(self) -> None:
         if self._groups:
             raise RuntimeError(f"{len(self._groups)} samples are being generated: await or abort them before a sync")
+        if self._phase == "released":
+            raise RuntimeError("the engine is released: restore it before a sync")
         self._engine.collective_rpc("abandon_weight_update")
         self._phase = "updating"
         self._during_update("start_weight_update")
@@ -323,55 +301,13 @@ class RolloutEngine:
     # ---- the thread ----
 
     def _build(self) -> Any:
-        from vllm import EngineArgs
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        config, on_cpu = self._config, self._device == "cpu"
-        window = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        transport = config.weights.transport
-        if transport == "auto":
-            transport = "shared_memory" if on_cpu else "ipc"
-        arguments: dict[str, Any] = {}
-        if on_cpu:
-            # A seeded request whose prompt is split dies on the CPU: its generator cannot be rewound.
-            prefill_tokens = max(window, CPU_PREFILL_TOKENS)
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": prefill_tokens}
-        try:
-            return LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=self._hf_folder,
-                    tokenizer=config.model.tokenizer_path or self._hf_folder,
-                    generation_config="vllm",  # sampling defaults are ours; the folder's EOS ids still count
-                    dtype=config.precision.rollout_dtype,
-                    max_model_len=window,
-                    max_num_seqs=config.rollout.max_concurrent_samples,
-                    kv_cache_memory_bytes=config.rollout.kv_cache_bytes,
-                    tensor_parallel_size=config.rollout.tensor,
-                    enable_prefix_caching=config.rollout.enable_prefix_caching,
-                    enforce_eager=config.rollout.enforce_eager or on_cpu,
-                    enable_sleep_mode=not on_cpu,
-                    logprobs_mode="processed_logprobs",  # of the distribution sampled from, temperature included
-                    seed=config.trainer.seed,
-                    weight_transfer_config=WeightTransferConfig(backend=transport),
-                    worker_extension_cls=WORKER_EXTENSION,
-                    disable_log_stats=True,
-                    **arguments,
-                )
-            )
-        except ValueError as error:
-            if "max_model_len" not in str(error):
-                raise
-            raise ValueError(
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {window} tokens do not fit the model's window: "
-                f"{error}"
-            ) from error
+        return build_vllm_engine(self._config, self._hf_folder, self._device)
 
     def _submit(self, command: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             if self._failure is not None:
-                raise EngineFailed(f"the rollout engine failed earlier: {self._failure!r}") from self._failure
+                raise EngineFailed(str(self._failure)) from self._failure.__cause__
             self._commands.put((command, future))
         return future
 
@@ -385,7 +321,6 @@ class RolloutEngine:
         try:
             self._engine = self._build()
         except BaseException as error:
-            self._failure = error
             started.set_exception(error)
             return
         started.set_result(None)
@@ -419,13 +354,14 @@ class RolloutEngine:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, _Shutdown):
+            self._engine.engine_core.shutdown()
             failure = EngineFailed("the rollout engine was shut down")
         else:
             logger.error("the rollout engine failed", exc_info=error)
             failure = EngineFailed(f"the rollout engine failed: {error!r}")
             failure.__cause__ = error
         with self._lock:
-            self._failure = error
+            self._failure = failure
         for group, _ in self._groups.values():
             if not group.done.done():
                 group.done.set_exception(failure)
@@ -434,4 +370,3 @@ class RolloutEngine:
             _, future = self._commands.get()
             if future.set_running_or_notify_cancel():
                 future.set_exception(failure)
-        self._engine.engine_core.shutdown()

@@ -89,9 +89,7 @@ async def evaluate(
         )
         metrics |= _set_metrics(evaluation_set, groups)
         metrics[f"val/{evaluation_set.name}/time_s"] = time.perf_counter() - began
-        records[evaluation_set.name] = [
-            sample_record(step, group, s) for group in groups for s in group.samples
-        ]
+        records[evaluation_set.name] = [sample_record(step, group, s) for group in groups for s in group.samples]
     return Evaluation(metrics, records)
 
 
@@ -115,22 +113,14 @@ async def _sample_group(
     return group
 
 
-def _set_metrics(
-    evaluation_set: EvaluationSet, groups: list[Group]
-) -> dict[str, float]:
+def _set_metrics(evaluation_set: EvaluationSet, groups: list[Group]) -> dict[str, float]:
     k = evaluation_set.samples_per_prompt
     samples = [sample for group in groups for sample in group.samples]
     right = [sum(accuracy == 1.0 for accuracy in group.accuracies) for group in groups]
     values = {
         f"mean@{k}": float(np.mean([np.mean(group.accuracies) for group in groups])),
         f"pass@{k}": float(np.mean([pass_at_k(k, count, k) for count in right])),
-        "response_length": float(
-            np.mean([len(sample.token_ids) for sample in samples])
-        ),
-        "clipped_fraction": float(
-            np.mean([sample.finish_reason == "length" for sample in samples])
-        ),
+        "response_length": float(np.mean([len(sample.token_ids) for sample in samples])),
+        "clipped_fraction": float(np.mean([sample.finish_reason == "length" for sample in samples])),
     }
-    return {
-        f"val/{evaluation_set.name}/{name}": value for name, value in values.items()
-    }
+    return {f"val/{evaluation_set.name}/{name}": value for name, value in values.items()}

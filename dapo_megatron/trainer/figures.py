@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from dapo_megatron.trainer.tracking import Metrics, evaluation_metrics
 
@@ -108,7 +108,7 @@ class Plot:
         }
         if len(steps) >= SMOOTHED_FROM_STEPS and not raw:
             axes.plot(steps, values, color=color, alpha=0.28, linewidth=1)
-            values = moving_average(values)
+            values = moving_average(values, half_window=max(2, len(values) // 60))
         axes.plot(steps, values, color=color, label=label, **style)
 
     def bound(self, value: float | None, label: str) -> None:
@@ -208,6 +208,7 @@ def _length(plot: Plot) -> None:
         plot.right.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     plot.axes.set_ylim(bottom=0)
     plot.axes.set_ylabel("tokens")
+    plot.axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def _entropy(plot: Plot) -> None:
@@ -277,10 +278,15 @@ def _time(plot: Plot) -> None:
     layers, steps = _layers(
         plot, {f"timing_s/{phase}": (phase.replace("_", " "), colors.get(phase, t.grey)) for phase in phases}
     )
+    known_s = [sum(values) for values in zip(*(values for _, values in layers.values()), strict=True)]
+    step_s = {line["step"]: line.get("timing_s/step", math.nan) for line in plot.metrics}
+    others_s = [
+        max(0.0, step_s[at] - known) if step_s[at] > 0 else 0.0 for at, known in zip(steps, known_s, strict=False)
+    ]
+    if any(others_s):
+        layers["other"] = (t.grey, others_s)
     total_s = sum(sum(values) for _, values in layers.values())
-    shares = (
-        {f"{label} {100 * sum(layer[1]) / total_s:.0f}%": layer for label, layer in layers.items()} if total_s else {}
-    )
+    shares = {f"{label} {sum(layer[1]) / total_s:.0%}": layer for label, layer in layers.items()}
     plot.stack(shares, steps)
     plot.axes.set_ylabel("seconds a step")
 
@@ -299,7 +305,9 @@ def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     """Whole decades around the positive values; as it was if there are none."""
     if positive := [value for value in values if value > 0]:
         axes.set_yscale("log")
-        axes.set_ylim(10 ** math.floor(math.log10(min(positive))), 10 ** math.ceil(math.log10(1.01 * max(positive))))
+        axes.set_ylim(
+            10 ** math.floor(math.log10(0.9 * min(positive))), 10 ** math.ceil(math.log10(1.1 * max(positive)))
+        )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
 
@@ -434,6 +442,9 @@ def _finish_axes(plot: Plot, title: str) -> None:
     plot.axes.set_title(title, loc="left", pad=10 + 15 * rows)
     plot.axes.set_xlabel("step")
     plot.axes.margins(x=0.02)
+    low, high = plot.axes.get_xlim()
+    if high - low < 1:  # a single step
+        plot.axes.set_xlim(round(low) - 1, round(low) + 1)
     plot.axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
 
 

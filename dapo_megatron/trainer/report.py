@@ -33,7 +33,7 @@ from dapo_megatron.trainer.progress import duration, percent
 from dapo_megatron.trainer.rollouts import rollouts_section
 from dapo_megatron.trainer.tracking import Metrics, RunDirectory, evaluation_metrics, write_whole
 
-_SMOOTHING_NOTE = "A faint line is what was measured, the strong one its moving average over 5 steps."
+_SMOOTHING_NOTE = "A faint line is what was measured, the strong one its moving average."
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ class TrainingGroup(Protocol):
     def data_parallel_size(self) -> int:
         """Number of shares a batch is dealt into."""
 
-    async def log_probs(
-        self, plan: ActorPlan, *, reference: bool = False
-    ) -> list[list[list[np.ndarray]]]:
+    async def log_probs(self, plan: ActorPlan, *, reference: bool = False) -> list[list[list[np.ndarray]]]:
         """Log-probs of the response tokens, float32 [R] a sample, nested as the plan."""
 
     async def update(self, plan: ActorPlan, *, step: int) -> dict[str, float]:

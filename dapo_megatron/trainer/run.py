@@ -45,9 +45,7 @@ async def train(
 ) -> None:
     """Train for `trainer.steps` steps; evaluations and checkpoints as configured, both at the end in any case."""
     pool = EnginePool(engines)
-    stream = PromptStream(
-        problems.train.prompts, config.trainer.seed, config.data.shuffle
-    )
+    stream = PromptStream(problems.train.prompts, config.trainer.seed, config.data.shuffle)
     runner = StepRunner(
         config,
         GroupSampler(config, stream, pool, scorer),

@@ -54,16 +54,12 @@ class PhaseClock:
         try:
             yield
         finally:
-            self.seconds[name] = (
-                self.seconds.get(name, 0.0) + time.perf_counter() - began
-            )
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/...`, the whole step included."""
         total = time.perf_counter() - self._began
-        return {
-            f"timing_s/{name}": seconds for name, seconds in self.seconds.items()
-        } | {"timing_s/step": total}
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()} | {"timing_s/step": total}
 
 
 class StepRunner:
@@ -105,7 +101,7 @@ class StepRunner:
             await self._training.sync_weights(self.policy_version)
 
         samples = [sample for update in updates for sample in update]
-        metrics = {"step": step, "update": self.policy_version}
+        metrics: dict[str, float] = {"step": step, "update": self.policy_version}
         metrics |= _reward_metrics(sampled, scored) | _length_metrics(sampled)
         metrics |= _policy_metrics(update_results)
         metrics |= self._mismatch_metrics(samples)
@@ -117,22 +113,14 @@ class StepRunner:
     async def _set_old_log_probs(self, updates: list[list[TrainingSample]]) -> None:
         samples = [sample for update in updates for sample in update]
         if self._config.algorithm.old_log_probs is OldLogProbs.rollout:
-            set_old_log_probs(
-                samples, [sample.rollout_log_probs for sample in samples], self._config
-            )
+            set_old_log_probs(samples, [sample.rollout_log_probs for sample in samples], self._config)
         else:
-            set_old_log_probs(
-                samples, await self._log_probs(samples, reference=False), self._config
-            )
+            set_old_log_probs(samples, await self._log_probs(samples, reference=False), self._config)
         if self._config.algorithm.kl.coefficient > 0:
-            for sample, log_probs in zip(
-                samples, await self._log_probs(samples, reference=True), strict=True
-            ):
+            for sample, log_probs in zip(samples, await self._log_probs(samples, reference=True), strict=True):
                 sample.reference_log_probs = log_probs
 
-    async def _log_probs(
-        self, samples: list[TrainingSample], *, reference: bool
-    ) -> list[np.ndarray]:
+    async def _log_probs(self, samples: list[TrainingSample], *, reference: bool) -> list[np.ndarray]:
         """Log-probs in the order of `samples`, computed in the actors' packing."""
         plan = self._plan(samples)
         shares = [[[samples[i] for i in members] for members in rank] for rank in plan]
@@ -143,22 +131,15 @@ class StepRunner:
                 result.update(zip(members, values, strict=True))
         return [result[i] for i in range(len(samples))]
 
-    async def _update(
-        self, updates: list[list[TrainingSample]], step: int
-    ) -> list[dict[str, float]]:
+    async def _update(self, updates: list[list[TrainingSample]], step: int) -> list[dict[str, float]]:
         results = []
         for _ in range(self._config.trainer.epochs):
             for samples in updates:
                 if not any(sample.loss_weight for sample in samples):
-                    logger.warning(
-                        "step %d: an update without a trained token is skipped", step
-                    )
+                    logger.warning("step %d: an update without a trained token is skipped", step)
                     results.append({"skipped": 1.0})
                     continue
-                shares = [
-                    [[samples[i] for i in members] for members in rank]
-                    for rank in self._plan(samples)
-                ]
+                shares = [[[samples[i] for i in members] for members in rank] for rank in self._plan(samples)]
                 results.append(await self._training.update(shares, step=step))
                 self.policy_version += 1
         return results
@@ -174,11 +155,7 @@ class StepRunner:
         if self._config.algorithm.old_log_probs is OldLogProbs.rollout:
             return {}
         trained = [sample for sample in samples if sample.trained]
-        old = [
-            sample.old_log_probs
-            for sample in trained
-            if sample.old_log_probs is not None
-        ]
+        old = [sample.old_log_probs for sample in trained if sample.old_log_probs is not None]
         return mismatch_metrics(
             old,
             [sample.rollout_log_probs for sample in trained],
@@ -186,9 +163,7 @@ class StepRunner:
         )
 
 
-def _reward_metrics(
-    sampled: SampledStep, scored: list[ScoredGroup]
-) -> dict[str, float]:
+def _reward_metrics(sampled: SampledStep, scored: list[ScoredGroup]) -> dict[str, float]:
     before = [accuracy for group, _ in sampled.judged for accuracy in group.accuracies]
     trained = [accuracy for item in scored for accuracy in item.group.accuracies]
     rewards = [reward for item in scored for reward in item.rewards]
@@ -205,9 +180,7 @@ def _length_metrics(sampled: SampledStep) -> dict[str, float]:
     return {
         "response_length/mean": float(np.mean(lengths)),
         "response_length/max": float(max(lengths)),
-        "response_length/clipped_fraction": float(
-            np.mean([s.finish_reason == "length" for s in samples])
-        ),
+        "response_length/clipped_fraction": float(np.mean([s.finish_reason == "length" for s in samples])),
     }
 
 
@@ -219,36 +192,23 @@ def _policy_metrics(results: list[dict[str, float]]) -> dict[str, float]:
         return metrics
     sums: Counter[str] = Counter()
     for result in done:
-        sums.update(
-            {
-                key: value
-                for key, value in result.items()
-                if key not in ("grad_norm", "lr", "skipped")
-            }
-        )
+        sums.update({key: value for key, value in result.items() if key not in ("grad_norm", "lr", "skipped")})
     metrics |= loss_metrics(sums)
     metrics["policy/loss"] = sums["loss"] / len(done)
-    metrics["policy/grad_norm"] = float(
-        np.mean([result["grad_norm"] for result in done])
-    )
+    metrics["policy/grad_norm"] = float(np.mean([result["grad_norm"] for result in done]))
     metrics["policy/lr"] = done[-1]["lr"]
     return metrics
 
 
-def _throughput_metrics(
-    samples: list[TrainingSample], metrics: dict[str, float]
-) -> dict[str, float]:
+def _throughput_metrics(samples: list[TrainingSample], metrics: dict[str, float]) -> dict[str, float]:
     trained = sum(sample.response_tokens for sample in samples if sample.trained)
     return {
-        "throughput/tokens_per_s": metrics["sampling/generated_tokens"]
-        / metrics["timing_s/step"],
+        "throughput/tokens_per_s": metrics["sampling/generated_tokens"] / metrics["timing_s/step"],
         "throughput/trained_tokens_per_s": trained / metrics["timing_s/step"],
     }
 
 
-def _records(
-    step: int, sampled: SampledStep, scored: list[ScoredGroup]
-) -> list[dict[str, Any]]:
+def _records(step: int, sampled: SampledStep, scored: list[ScoredGroup]) -> list[dict[str, Any]]:
     shaped = {item.group.position: item for item in scored}
     records = []
     for group, outcome in sampled.judged:
@@ -262,12 +222,7 @@ def _records(
 
 
 def _warn_without_answer(sampled: SampledStep) -> None:
-    verdicts = [
-        sample.verdict
-        for group, _ in sampled.judged
-        for sample in group.samples
-        if sample.verdict
-    ]
+    verdicts = [sample.verdict for group, _ in sampled.judged for sample in group.samples if sample.verdict]
     if verdicts and all(verdict.kind == "no answer" for verdict in verdicts):
         logger.warning(
             "none of the %d samples of this step has an answer that the scorer can find (DAPO's rule wants a last line "

@@ -69,7 +69,10 @@ class HFFolder:
         config = self.path / "config.json"
         if not config.is_file():
             raise ValueError(f"{self.path} has no config.json: it is not a Hugging Face model folder")
-        self.config: dict[str, Any] = json.loads(config.read_text())
+        try:
+            self.config: dict[str, Any] = json.loads(config.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{config} is not valid JSON: {error}") from error
         self._files: dict[Path, Any] = {}
 
     def names(self) -> list[str]:
@@ -173,7 +176,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / SINGLE_FILE)
         return dtypes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{number}").rename(folder / file)

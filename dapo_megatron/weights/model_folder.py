@@ -56,7 +56,7 @@ def _convert_gguf(source: Path, target: Path) -> None:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{source.name} needs the packages gguf and accelerate; run `pip install gguf accelerate`") from error
+        raise ValueError(f"{source.name} needs two packages; run `pip install gguf accelerate`") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

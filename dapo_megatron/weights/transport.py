@@ -10,7 +10,6 @@ on both sides; no shared-memory file outlives its chunk; a file is never written
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import uuid
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -31,12 +29,28 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
+    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient as RayVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-logger = logging.getLogger(__name__)
+from dapo_megatron.weights.hf_folder import HFFolder
+
+__all__ = [
+    "ParamMeta",
+    "RayVLLMWeightSyncClient",
+    "SharedMemoryTrainerEngine",
+    "WeightSource",
+    "WeightSyncError",
+    "WeightTransferInitRequest",
+    "WeightTransferUpdateRequest",
+    "check_manifest",
+    "checksum",
+    "plan_chunks",
+    "trainer_engine",
+]
 
 BACKEND = "shared_memory"
 ALIGNMENT_BYTES = 64
@@ -277,24 +291,26 @@ class SharedMemoryWeightEngine(WeightTransferEngine[SharedMemoryInitInfo, Shared
         if len(manifest) != len(init_info.manifest):
             raise ValueError("the weight source's metadata names a tensor twice")
         tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-        check_manifest(manifest, checkpoint_shapes(self.model_config.model), tied)
+        folder = HFFolder(self.model_config.model)
+        check_manifest(manifest, {name: folder.shape(name) for name in folder.names()}, tied)
         self.expected = manifest
 
     def start_weight_update(self) -> None:
         """Open a sync; what an abandoned one left behind is dropped."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import layerwise
 
         if self.expected is None:
             raise WeightSyncError("start_weight_update before init_weight_transfer_engine")
         self.received: set[str] = set()
         for module in self.model.modules():
-            info = get_layerwise_info(module)
-            info.load_numel = 0
-            info.loaded_weights = []
-            method = getattr(module, "quant_method", None)
+            info = layerwise.get_layerwise_info(module)
+            if info.can_load():  # a layer that an abandoned sync left incomplete
+                layerwise._place_kernel_tensors(module, info)
+                info.reset()
+            method: Any = getattr(module, "quant_method", None)
             if self.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # else the experts are not packed again
-        initialize_layerwise_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Load one chunk.
@@ -345,15 +361,6 @@ class SharedMemoryWeightEngine(WeightTransferEngine[SharedMemoryInitInfo, Shared
 
     def shutdown(self) -> None:
         """Nothing is held between chunks."""
-
-
-def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in an HF folder's safetensors files (headers only)."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes.update({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})
-    return shapes
 
 
 def check_manifest(

@@ -46,13 +46,14 @@ class Settings:
         sloppiness: what is wrong with the demonstrations of the warm start.
         max_response_tokens: the longest response that is sampled to measure the base.
         samples_per_problem: k of its mean@k.
-        hidden_size, intermediate_size, layers, heads, key_value_heads, window_tokens: the model.
+        hidden_size, intermediate_size, layers, heads, key_value_heads, window_tokens, rope_theta, initializer_range:
+            the model.
         steps, batch_size, peak_lr, warmup_steps, weight_decay: the warm start (AdamW, cosine decay to a tenth).
         threads: CPU threads; another number may change the last bits.
         seed: of everything random.
     """
 
-    max_digits: int = 5
+    max_digits: int = 4
     train_problems: int = 8192
     heldout_problems: int = 256
     sloppiness: task.Sloppiness = field(default_factory=lambda: task.Sloppiness(wrong_column=0.2, written_twice=0.1))
@@ -64,9 +65,11 @@ class Settings:
     heads: int = 4
     key_value_heads: int = 2
     window_tokens: int = 128
+    rope_theta: float = 1000.0
+    initializer_range: float = 0.05
     steps: int = 400
     batch_size: int = 32
-    peak_lr: float = 2e-3
+    peak_lr: float = 3e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
     threads: int = 2
@@ -90,6 +93,8 @@ def build_model(settings: Settings, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausal
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.key_value_heads,
         max_position_embeddings=settings.window_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        initializer_range=settings.initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -95,7 +95,8 @@ def test_rollout_log_probs_as_old_skip_the_actor(tmp_path: Path) -> None:
     _, training, calls = run(config, tmp_path)
     assert "log_probs" not in calls
     sample = training.updates[0][0]
-    assert sample.old_log_probs is sample.rollout_log_probs
+    assert sample.old_log_probs is not None
+    assert sample.old_log_probs.tolist() == sample.rollout_log_probs.tolist()
 
 
 def test_kl_term_asks_for_reference_log_probs(tmp_path: Path) -> None:

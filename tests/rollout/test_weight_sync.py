@@ -1,0 +1,203 @@
+"""Weights through the transport into real engines: exact afterwards, and refused when anything is amiss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_megatron.config.schema import SamplingConfig
+from tests.rollout.conftest import MAX_PROMPT_TOKENS, Policy, perturb, prompt_of
+
+pytest.importorskip("vllm")
+
+from dapo_megatron.weights.transport import (  # noqa: E402
+    ParamMeta,
+    WeightSyncError,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+    trainer_engine,
+)
+
+ONE_LAYER_BYTES = 200_000
+
+
+class ProcessClient:
+    """vLLM's weight-sync client over an EngineProcess; `tamper` may change each chunk's description."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._process = policy.process
+        self.chunks = 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._process.call("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
+
+    def start_weight_update(self) -> None:
+        self._process.call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.chunks += 1
+        self._process.call("update_weights", WeightTransferUpdateRequest(self.tamper(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._process.call("finish_weight_update")
+        if weight_version is not None:
+            self._process.call("update_weight_version", weight_version)
+
+    def tamper(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        return update_info
+
+
+class ModelSource:
+    """A model's parameters as a WeightSource; the pairs that it yields can be changed."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._model = policy.model
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, p.dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._model.named_parameters())
+
+
+def sync(policy: Policy, version: int, buffer_bytes: int = ONE_LAYER_BYTES) -> ProcessClient:
+    client = ProcessClient(policy)
+    trainer_engine(ModelSource(policy), client, rank=0, buffer_bytes=buffer_bytes, checksums=True).send_weights(version)  # type: ignore[arg-type]
+    return client
+
+
+def assert_engine_has_the_weights(policy: Policy, version: int) -> None:
+    for length in (3, 150):
+        (greedy,) = policy.generate(prompt_of(length), [0], temperature=0.0)
+        assert greedy.token_ids == policy.log_probs(prompt_of(length), greedy).argmax(-1).tolist()
+        for sample in [greedy, *policy.generate(prompt_of(length), [1, 2])]:
+            assert policy.log_prob_error(prompt_of(length), sample) <= 1e-5
+            assert sample.policy_version == version
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, ONE_LAYER_BYTES, 10**9])
+def test_after_a_sync_the_engine_equals_the_model(policy: Policy, buffer_bytes: int) -> None:
+    perturb(policy.model, 0.05)
+    client = sync(policy, buffer_bytes, buffer_bytes)
+    assert (client.chunks == 1) == (buffer_bytes == 10**9)
+    assert_engine_has_the_weights(policy, buffer_bytes)
+
+
+def test_the_prefix_cache_of_the_old_weights_is_gone(policy: Policy) -> None:
+    """The prompt fills two blocks of the cache; sampled from the old ones, log-probs would be far off."""
+    prompt = prompt_of(MAX_PROMPT_TOKENS, start=3)
+    (before,) = policy.generate(prompt, [7])
+    (again,) = policy.generate(prompt, [7])
+    perturb(policy.model, 0.05)
+    assert policy.log_prob_error(prompt, again) > 0.1
+    sync(policy, 3)
+    (after,) = policy.generate(prompt, [7])
+    assert before == again != after
+    assert policy.log_prob_error(prompt, after) <= 1e-5
+
+
+def dropped(pairs: list[Any]) -> list[Any]:
+    return pairs[:4] + pairs[5:]
+
+
+def duplicated(pairs: list[Any]) -> list[Any]:
+    return pairs[:5] + pairs[4:]
+
+
+def misshapen(pairs: list[Any]) -> list[Any]:
+    return [*pairs[:4], (pairs[4][0], pairs[4][1][:-1]), *pairs[5:]]
+
+
+def surplus(pairs: list[Any]) -> list[Any]:
+    return [*pairs, ("model.extra.weight", torch.zeros(3))]
+
+
+@pytest.mark.parametrize("fault", [dropped, duplicated, misshapen, surplus])
+def test_a_source_that_breaks_its_word_stops_the_engine_until_a_full_sync(policy: Policy, fault: Any) -> None:
+    perturb(policy.model, 0.02)
+
+    class FaultySource(ModelSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(fault(list(super().__iter__())))
+
+    faulty = trainer_engine(FaultySource(policy), ProcessClient(policy), rank=0, buffer_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match="weight source yields"):
+        faulty.send_weights(5)
+    with pytest.raises(RuntimeError, match="no generation before a full weight sync"):
+        policy.generate(prompt_of(3), [1])
+    sync(policy, 6)
+    assert_engine_has_the_weights(policy, 6)
+
+
+def without_a_tensor(info: dict[str, Any]) -> dict[str, Any]:
+    columns = ("names", "dtype_names", "shapes", "offsets_bytes", "checksums")
+    return info | {column: info[column][1:] for column in columns}
+
+
+def renamed(info: dict[str, Any]) -> dict[str, Any]:
+    return info | {"names": ["model.extra.weight", *info["names"][1:]]}
+
+
+def twice(info: dict[str, Any]) -> dict[str, Any]:
+    return info | {"names": [info["names"][1], *info["names"][1:]], "shapes": [info["shapes"][1], *info["shapes"][1:]]}
+
+
+def transposed(info: dict[str, Any]) -> dict[str, Any]:
+    at = next(i for i, name in enumerate(info["names"]) if name.endswith("up_proj.weight"))
+    return info | {"shapes": [shape[::-1] if i == at else shape for i, shape in enumerate(info["shapes"])]}
+
+
+def corrupted(info: dict[str, Any]) -> dict[str, Any]:
+    with open(info["path"], "r+b") as file:
+        file.seek(info["offsets_bytes"][3])
+        file.write(b"\xff")
+    return info
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (without_a_tensor, "ended without 1 tensors: model.embed_tokens.weight"),
+        (renamed, "model.extra.weight is not in the manifest"),
+        (twice, "was sent twice"),
+        (transposed, r"up_proj.weight: expected \(72, 128\), received \(128, 72\)"),
+        (corrupted, "the bytes received are not those sent"),
+    ],
+)
+def test_the_engine_checks_the_manifest_itself(untied: Policy, tamper: Any, message: str) -> None:
+    client = ProcessClient(untied)
+    client.tamper = tamper  # type: ignore[method-assign]
+    perturb(untied.model, 0.02)
+    transfer = trainer_engine(ModelSource(untied), client, rank=0, buffer_bytes=10**9, checksums=True)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match=message):
+        transfer.send_weights(8)
+    with pytest.raises(RuntimeError, match="half-updated"):
+        untied.generate(prompt_of(3), [1])
+    sync(untied, 9)
+    assert_engine_has_the_weights(untied, 9)
+
+
+def test_a_manifest_of_another_model_is_refused_and_changes_nothing(untied: Policy) -> None:
+    class OtherSource(ModelSource):
+        def metadata(self) -> list[ParamMeta]:
+            metas = [meta for meta in super().metadata() if meta.name != "lm_head.weight"]
+            return [ParamMeta(metas[0].name, metas[0].dtype, (7, 7)), *metas[1:], ParamMeta("x", torch.float32, (1,))]
+
+    sync(untied, 10)
+    with pytest.raises(ValueError, match="1 missing: lm_head.weight; 1 surplus: x; 1 misshapen: model.embed_tokens"):
+        trainer_engine(OtherSource(untied), ProcessClient(untied), rank=0, buffer_bytes=1)  # type: ignore[arg-type]
+    assert_engine_has_the_weights(untied, 10)
+
+
+def test_no_sync_while_samples_are_under_way_and_no_files_stay(untied: Policy) -> None:
+    pending = untied.process.submit("generate", prompt_of(100), range(64), SamplingConfig())
+    with pytest.raises(RuntimeError, match="samples are being generated"):
+        sync(untied, 11)
+    assert len(pending.result(60)) == 64
+    sync(untied, 11)
+    assert not list(Path("/dev/shm").glob(f"dapo_megatron_{os.getpid()}_*"))

@@ -1,0 +1,117 @@
+"""Tiny HF models with random weights and deliberately unequal sizes, and samples for them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from dapo_megatron.config.schema import Config
+from dapo_megatron.data.types import TrainingSample
+
+VOCAB_SIZE = 37
+
+
+def tiny_model(family: str, tied: bool, seed: int = 0) -> PreTrainedModel:
+    """A float32 model whose every parameter is far from its neutral value; head_dim is not hidden_size / heads."""
+    torch.manual_seed(seed)
+    if family == "qwen2":
+        config = Qwen2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=40,
+            intermediate_size=56,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=10,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+        )
+        model: PreTrainedModel = Qwen2ForCausalLM(config)
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=54,
+            intermediate_size=72,
+            num_hidden_layers=2,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            head_dim=8,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+        )
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    """Write the model as an HF folder."""
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_config(**optimizer: object) -> Config:
+    """Float32, one thread, no warm-up."""
+    config = Config()
+    config.precision.params_dtype = config.precision.rollout_dtype = "float32"
+    config.cluster.cpu_threads_per_actor = 1
+    config.optimizer.lr = 1e-2
+    config.optimizer.warmup_steps = 0
+    for name, value in optimizer.items():
+        setattr(config.optimizer, name, value)
+    return config
+
+
+def random_samples(count: int, seed: int = 0) -> list[TrainingSample]:
+    """Ragged samples; one has a single response token, one is not trained (overlong filtering)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        prompt, response = int(rng.integers(1, 9)), 1 if i == 1 else int(rng.integers(2, 40))
+        samples.append(
+            TrainingSample(
+                token_ids=rng.integers(0, VOCAB_SIZE, prompt + response),
+                prompt_tokens=prompt,
+                trained=i != 2,
+                advantage=float(rng.normal()),
+                loss_weight=0.0 if i == 2 else float(rng.uniform(0.5, 1.5)) / (20 * count),
+                old_log_probs=rng.normal(-3, 0.5, response).astype(np.float32),
+                correction_weights=rng.uniform(0, 2, response).astype(np.float32),
+            )
+        )
+    return samples
+
+
+def hf_log_probs(
+    model: PreTrainedModel, sample: TrainingSample, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the response tokens, the plain way: all logits of one sequence, log_softmax."""
+    tokens = torch.from_numpy(sample.token_ids)
+    logits = model(tokens[None]).logits[0, sample.prompt_tokens - 1 : -1] / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, tokens[sample.prompt_tokens :, None])[:, 0], entropy
+
+
+def one_rank_actor(config: Config, folder: str) -> Any:
+    """A MegatronActor alone in this process; all such actors share the process groups of the first."""
+    from dapo_megatron.megatron.actor import MegatronActor
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return MegatronActor(config, folder, rank=0, world_size=1, master_address="127.0.0.1", master_port=port)
