@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,6 @@ def test_a_dry_run_needs_no_engine() -> None:
 
 def test_the_configuration_files_are_in_the_wheel(tmp_path: Path) -> None:
     """Builds the package's files as the wheel does, and looks for conf/ in it."""
-    pyproject = tomllib.loads((PROJECT / "pyproject.toml").read_text())
-    assert pyproject["tool"]["setuptools"]["package-data"] == {"dapo_megatron": ["conf/**/*.yaml"]}
     subprocess.run(
         [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", str(tmp_path)],
         check=True,

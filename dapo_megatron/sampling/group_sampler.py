@@ -21,6 +21,8 @@ from dapo_megatron.sampling.plan import BatchPlan
 
 logger = logging.getLogger(__name__)
 
+ABORT_AGAIN_S = 0.05
+
 BUDGET_PER_BATCH = 10
 """Default budget of a step, in batches of prompts."""
 
@@ -111,8 +113,10 @@ class GroupSampler:
                     finished[group.position] = group
                     outcomes[group.position] = judge_group(group.accuracies, filtering)
                     plan.judge(group.position, outcomes[group.position])
-        finally:
+        except Exception:
             await self._abort(tasks)
+            raise
+        await self._abort(tasks)
 
         batch = [finished[position] for position in plan.batch()]
         if plan.exhausted:
@@ -139,12 +143,16 @@ class GroupSampler:
         return group
 
     async def _abort(self, tasks: set[asyncio.Task[Group]]) -> None:
-        if not tasks:
-            return
-        for task in tasks:
-            task.cancel()
-        await self._engines.abort_all()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End all that is in flight; a request that is still on its way to its engine outlives one call."""
+        pending = tasks
+        try:
+            while pending:
+                await self._engines.abort_all()
+                _, pending = await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _report_exhausted(self, accepted: int, wanted: int, budget: int, outcomes: list[Outcome]) -> None:
         counts = ", ".join(f"{outcomes.count(o)} {o.value.replace('_', ' ')}" for o in Outcome)

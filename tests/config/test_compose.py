@@ -172,7 +172,7 @@ def test_the_working_directory_comes_before_the_installed_files(
     assert search_path() == [INSTALLED_CONF.resolve()]
     assert load_config("quickstart").trainer.run_dir == "runs/quickstart"
 
-    write(tmp_path / "conf/quickstart.yaml", "defaults:\n  - algorithm: grpo\ntrainer:\n  run_dir: mine\n")
+    write(tmp_path / "conf/quickstart.yaml", "defaults:\n  - algorithm: grpo\n  - _self_\ntrainer:\n  run_dir: mine\n")
     config = load_config("quickstart")
     assert config.trainer.run_dir == "mine"
     assert not config.algorithm.filtering.enabled

@@ -119,7 +119,7 @@ def test_an_update_is_valid_iff_whole_groups_make_whole_updates(groups: int, n: 
         (["algorithm.overlong.buffer_tokens=81"], "must lie between 1 and the maximum response length 80"),
         (["algorithm.overlong.buffer_tokens=0"], "must lie between 1 and the maximum response length 80"),
         (["algorithm.overlong.max_response_tokens=0"], "needs a maximum length"),
-        (["algorithm.overlong.max_response_tokens=200"], "never applies: it starts above 180"),
+        (["algorithm.overlong.max_response_tokens=200"], "never applies: it starts above 176"),
         (["algorithm.filtering.pass_rate_low=0.1"], "set together or not at all"),
         (["algorithm.filtering={pass_rate_low:0.8,pass_rate_high:0.2}"], "does not hold"),
         (["rollout.samples_per_prompt=1"], "rejects every group"),
@@ -222,7 +222,7 @@ def test_files_that_are_there(made: Callable[..., Config], tmp_path: Path) -> No
         ("model.tokenizer_path=nowhere", "model.tokenizer_path=nowhere"),
         ("data.train.path='nowhere/*.parquet'", "data.train.path=nowhere/*.parquet"),
         ("evaluation.sets.heldout.dataset.path=nowhere", "evaluation.sets.heldout.dataset.path=nowhere"),
-        ("rollout.max_response_tokens=120", "= 136 tokens exceed the model's window of 128"),
+        ("rollout.max_response_tokens=120", "= 132 tokens exceed the model's window of 128"),
     ],
 )
 def test_files_that_are_missing(made: Callable[..., Config], override: str, expected: str) -> None:

@@ -15,6 +15,7 @@ HEADS, GROUPS, DIM = 6, 2, 4
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(lengths_strategy)
 def test_plan_gives_every_token_a_slot_of_its_own_in_order(lengths: list[int]) -> None:
     blocks = plan_blocks(lengths)

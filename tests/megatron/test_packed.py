@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.data.types import TrainingSample
@@ -13,6 +13,7 @@ from tests.tiny_models import random_samples
 CPU = torch.device("cpu")
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 8), st.integers(0, 100))
 def test_every_response_token_is_described_once(count: int, seed: int) -> None:
     samples = random_samples(count, seed)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_megatron.models.family import Dimensions, FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
@@ -44,6 +44,7 @@ def test_qkv_is_ordered_by_query_group() -> None:
     assert fused[:, 0].tolist() == expected
 
 
+@settings(deadline=None, max_examples=40)
 @given(
     kv_heads=st.sampled_from([2, 4]),
     ratio=st.integers(1, 3),

@@ -86,7 +86,7 @@ def make_folder(folder: Path, family: str, **sizes: int) -> tuple[str, PreTraine
         model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False))
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
-    perturb(model, 0.1)
+    randomize(model)
     model.generation_config = GenerationConfig(eos_token_id=sorted(EOS_IDS), temperature=0.1, do_sample=True)
     model.eval().save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
@@ -103,10 +103,10 @@ def make_folder(folder: Path, family: str, **sizes: int) -> tuple[str, PreTraine
 
 
 @torch.no_grad()
-def perturb(model: PreTrainedModel, scale: float) -> None:
-    """Move every parameter."""
-    for parameter in model.parameters():
-        parameter.add_(scale * torch.randn_like(parameter))
+def randomize(model: PreTrainedModel) -> None:
+    """Draw every parameter anew."""
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
 
 
 def engine_config() -> Config:
@@ -124,7 +124,9 @@ def engine_config() -> Config:
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Policy]]:
-    """Both engines, started side by side."""
+    """Both engines, started side by side. Beside two busy engines, one thread is the fastest for the HF models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     started = {}
     for family in ("qwen2", "llama"):
         folder, model = make_folder(tmp_path_factory.mktemp(family), family)
@@ -136,6 +138,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pol
             policy.process.wait_until_started()
         yield started
     finally:
+        torch.set_num_threads(threads)
         for policy in started.values():
             policy.process.stop()
 

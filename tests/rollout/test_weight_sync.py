@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dapo_megatron.config.schema import SamplingConfig
-from tests.rollout.conftest import MAX_PROMPT_TOKENS, Policy, perturb, prompt_of
+from tests.rollout.conftest import MAX_PROMPT_TOKENS, Policy, prompt_of, randomize
 
 pytest.importorskip("vllm")
 
@@ -82,7 +82,7 @@ def assert_engine_has_the_weights(policy: Policy, version: int) -> None:
 
 @pytest.mark.parametrize("buffer_bytes", [1, ONE_LAYER_BYTES, 10**9])
 def test_after_a_sync_the_engine_equals_the_model(policy: Policy, buffer_bytes: int) -> None:
-    perturb(policy.model, 0.05)
+    randomize(policy.model)
     client = sync(policy, buffer_bytes, buffer_bytes)
     assert (client.chunks == 1) == (buffer_bytes == 10**9)
     assert_engine_has_the_weights(policy, buffer_bytes)
@@ -93,7 +93,7 @@ def test_the_prefix_cache_of_the_old_weights_is_gone(policy: Policy) -> None:
     prompt = prompt_of(MAX_PROMPT_TOKENS, start=3)
     (before,) = policy.generate(prompt, [7])
     (again,) = policy.generate(prompt, [7])
-    perturb(policy.model, 0.05)
+    randomize(policy.model)
     assert policy.log_prob_error(prompt, again) > 0.1
     sync(policy, 3)
     (after,) = policy.generate(prompt, [7])
@@ -119,7 +119,7 @@ def surplus(pairs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("fault", [dropped, duplicated, misshapen, surplus])
 def test_a_source_that_breaks_its_word_stops_the_engine_until_a_full_sync(policy: Policy, fault: Any) -> None:
-    perturb(policy.model, 0.02)
+    randomize(policy.model)
 
     class FaultySource(ModelSource):
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,7 +155,9 @@ def transposed(info: dict[str, Any]) -> dict[str, Any]:
 def corrupted(info: dict[str, Any]) -> dict[str, Any]:
     with open(info["path"], "r+b") as file:
         file.seek(info["offsets_bytes"][3])
-        file.write(b"\xff")
+        byte = file.read(1)[0]
+        file.seek(info["offsets_bytes"][3])
+        file.write(bytes([byte ^ 1]))
     return info
 
 
@@ -172,7 +174,7 @@ def corrupted(info: dict[str, Any]) -> dict[str, Any]:
 def test_the_engine_checks_the_manifest_itself(untied: Policy, tamper: Any, message: str) -> None:
     client = ProcessClient(untied)
     client.tamper = tamper  # type: ignore[method-assign]
-    perturb(untied.model, 0.02)
+    randomize(untied.model)
     transfer = trainer_engine(ModelSource(untied), client, rank=0, buffer_bytes=10**9, checksums=True)  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError, match=message):
         transfer.send_weights(8)

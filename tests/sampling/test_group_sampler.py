@@ -21,17 +21,29 @@ class FakeEngine:
 
     def __init__(self, order: int) -> None:
         self._order = random.Random(order)
+        self._aborts: set[asyncio.Event] = set()
         self.in_flight = 0
 
     async def generate(
         self, prompt_token_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingConfig
     ) -> list[Sample]:
+        # As with an engine in another process, cancelling the wait does not end the work.
+        return await asyncio.shield(asyncio.ensure_future(self._generate(seeds)))
+
+    async def _generate(self, seeds: Sequence[int]) -> list[Sample]:
+        for _ in range(self._order.randrange(5)):
+            await asyncio.sleep(0)  # on its way: not yet within reach of abort_all
         self.in_flight += 1
+        aborted = asyncio.Event()
+        self._aborts.add(aborted)
         try:
             for _ in range(self._order.randrange(20)):
                 await asyncio.sleep(0)
+                if aborted.is_set():
+                    raise RuntimeError("aborted")
         finally:
             self.in_flight -= 1
+            self._aborts.discard(aborted)
         return [self._sample(index, seed) for index, seed in enumerate(seeds)]
 
     @staticmethod
@@ -41,7 +53,8 @@ class FakeEngine:
         return Sample(index, [draw.randrange(50) for _ in range(length)], [-1.0] * length, "stop", "", 0)
 
     async def abort_all(self) -> None:
-        pass
+        for aborted in self._aborts:
+            aborted.set()
 
 
 class ParityScorer:
@@ -93,6 +106,23 @@ def test_batches_do_not_depend_on_timing_or_engines() -> None:
     for order in range(1, 6):
         assert fingerprint(run_steps([FakeEngine(order)])) == reference
         assert fingerprint(run_steps([FakeEngine(order), FakeEngine(order + 100)])) == reference
+
+
+def test_nothing_is_in_flight_after_a_step() -> None:
+    """Requests that were on their way when the batch filled would meet an engine that has given its memory away."""
+
+    async def drive() -> None:
+        for order in range(20):
+            engine = FakeEngine(order)
+            sampler = GroupSampler(config(), PromptStream(prompts(17), 5, True), EnginePool([engine]), ParityScorer())
+            for _ in range(3):
+                sampler.acceptance_rate = 0.2  # far ahead, so that much is surplus
+                await sampler.next_step()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                    assert engine.in_flight == 0
+
+    asyncio.run(drive())
 
 
 def test_judged_groups_tile_the_stream() -> None:

@@ -25,9 +25,7 @@ class FakeChunk:
     """Local parameters of one tensor-parallel rank under Megatron's names, in the shapes that a rank holds."""
 
     def __init__(self, family: Family, dimensions: Dimensions, folder: HFFolder, rank: int = 0, ranks: int = 1) -> None:
-        self.pg_collection = types.SimpleNamespace(
-            tp=types.SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
-        )
+        self.pg_collection = types.SimpleNamespace(tp=types.SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
         layers = [types.SimpleNamespace(layer_number=n + 1) for n in range(dimensions.layers)]
         self.decoder = types.SimpleNamespace(layers=layers)
         self.parameters = {}
