@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from dapo_megatron.config.schema import Config
+from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.types import TrainingSample
 
 VOCAB_SIZE = 37
@@ -107,11 +107,22 @@ def hf_log_probs(
     return log_p.gather(1, tokens[sample.prompt_tokens :, None])[:, 0], entropy
 
 
+def initialize_one_rank() -> None:
+    """Process groups of a world of one in this process, once."""
+    from dapo_megatron.megatron.actor import initialize_parallel
+
+    initialize_parallel(ParallelConfig(), 0, 1, f"tcp://127.0.0.1:{_free_port()}")
+
+
 def one_rank_actor(config: Config, folder: str) -> Any:
     """A MegatronActor alone in this process; all such actors share the process groups of the first."""
     from dapo_megatron.megatron.actor import MegatronActor
 
+    place = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1", "master_port": _free_port()}
+    return MegatronActor(config, folder, **place)
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return MegatronActor(config, folder, rank=0, world_size=1, master_address="127.0.0.1", master_port=port)
+        return free.getsockname()[1]

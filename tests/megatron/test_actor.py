@@ -211,7 +211,7 @@ def test_export_of_an_untrained_policy_returns_the_same_bytes(
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
         assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
-    source = {name: tensor for name, tensor in actor.weight_source()}
+    source = dict(actor.weight_source())
     assert source.keys() == original.keys() and all(torch.equal(source[name], original[name]) for name in source)
     configs = [json.loads((Path(f) / "config.json").read_text()) for f in (folder, tmp_path / "exported")]
     assert configs[0] == configs[1]

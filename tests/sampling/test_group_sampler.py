@@ -31,7 +31,7 @@ class FakeEngine:
         return await asyncio.shield(asyncio.ensure_future(self._generate(seeds)))
 
     async def _generate(self, seeds: Sequence[int]) -> list[Sample]:
-        for _ in range(self._order.randrange(5)):
+        for _ in range(self._order.randrange(40)):
             await asyncio.sleep(0)  # on its way: not yet within reach of abort_all
         self.in_flight += 1
         aborted = asyncio.Event()
