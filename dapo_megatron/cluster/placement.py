@@ -57,6 +57,8 @@ def ray_session(config: Config) -> Iterator[None]:
     Without `cluster.address` a local one is started that listens on loopback only.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray runs its workers at niceness 15, where any other process of the host goes first.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if config.cluster.address is None:
         options |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
