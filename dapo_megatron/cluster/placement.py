@@ -119,5 +119,9 @@ def _resources(config: Config) -> dict[str, Any]:
 def _training_environment(config: Config) -> dict[str, str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if device_kind(config) == "cpu":
-        environment |= {"OMP_NUM_THREADS": str(config.cluster.cpu_threads_per_actor), "TORCH_COMPILE_DISABLE": "1"}
+        environment |= {
+            "OMP_NUM_THREADS": str(config.cluster.cpu_threads_per_actor),
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads would spin on the cores that the engine needs
+            "TORCH_COMPILE_DISABLE": "1",
+        }
     return environment

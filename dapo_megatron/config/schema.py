@@ -458,7 +458,7 @@ class WeightsConfig:
     """`shared_memory`, `ipc` (colocated CUDA) or `auto`."""
 
     buffer_bytes: int = 256 * 1024 * 1024
-    """Size of one transfer buffer; a single larger tensor gets a buffer of its own."""
+    """Size of one transfer buffer; a single larger layer gets a buffer of its own."""
 
     checksums: bool = False
     """Compare a hash of every tensor on both sides at each sync."""

@@ -197,7 +197,9 @@ class MegatronActor:
         totals = torch.zeros(len(names), dtype=torch.float64, device=self._device)
         for sums in results:
             totals += torch.stack([sums[name] for name in names])
+        # Stages before the last add zeros, and learn the sums.
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
         return dict(zip(names, totals.tolist(), strict=True))
 
     def _step(self) -> tuple[bool, float]:

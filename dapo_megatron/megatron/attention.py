@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-PADDING_BOUND = 1.25
+PADDING_BOUND = 1.1
 """A block may hold this many times its real tokens."""
 
 

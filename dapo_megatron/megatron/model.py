@@ -12,6 +12,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor
 
@@ -86,6 +92,9 @@ def build_chunks(
         bf16=params_dtype == torch.bfloat16,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths
+        # With the defaults, interleaved stages run and give wrong gradients.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
         # The loss weights hold the denominators of the whole update: gradients are summed, never averaged.
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -111,9 +120,18 @@ def build_chunks(
             rotary_base=dimensions.rope_theta,
             vp_stage=stage,
         )
+        _mark_tensor_parallel(chunk)
         # Torch's norms are built in float32 whatever params_dtype says.
         chunks.append(chunk.to(params_dtype).cuda() if on_cuda else chunk.to(params_dtype))
     return chunks
+
+
+def _mark_tensor_parallel(chunk: PolicyModel) -> None:
+    """What core's initialisation does on the side: unmarked, the gradient norm would count the first rank only."""
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        if type(module) in dims and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dims[type(module)], 1)
 
 
 def _layer_spec(transformer_engine: bool) -> ModuleSpec:

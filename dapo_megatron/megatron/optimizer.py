@@ -34,6 +34,9 @@ def build_optimizer(chunks: Sequence[nn.Module], settings: OptimizerConfig, para
     for group in optimizer.param_groups:
         # Megatron leaves it to its own scheduler to apply the multiplier: without one, everything would be decayed.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        if "fused" in group:
+            # Torch's AdamW, for want of a fused one from Transformer Engine or Apex: one kernel instead of ten.
+            group["fused"], group["foreach"] = True, False
     return optimizer
 
 

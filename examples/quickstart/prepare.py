@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+import task
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-
-import task
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +64,14 @@ class Settings:
     heads: int = 4
     key_value_heads: int = 2
     window_tokens: int = 128
-    rope_theta: float = 1000.0
-    initializer_range: float = 0.05
-    steps: int = 400
+    rope_theta: float = 30.0
+    initializer_range: float = 0.08
+    steps: int = 900
     batch_size: int = 32
     peak_lr: float = 3e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
-    threads: int = 2
+    threads: int = 1
     seed: int = 17
 
     def key(self) -> str:

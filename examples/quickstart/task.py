@@ -51,7 +51,7 @@ class Sloppiness:
     """What is wrong with a demonstration.
 
     Attributes:
-        wrong_column: probability that a column's sum is off by one; the mistake goes on into carry and answer.
+        wrong_column: probability that a column's sum has a wrong units digit, which goes on into the answer.
         written_twice: probability that the working is written twice.
     """
 
@@ -106,7 +106,8 @@ def demonstration(problem: Problem, random: Random, sloppiness: Sloppiness = Slo
     for above, below in zip_longest(reversed(str(problem.left)), reversed(str(problem.right)), fillvalue="0"):
         column_sum = int(above) + int(below) + carry
         if random.random() < sloppiness.wrong_column:
-            column_sum += random.choice((-1, 1)) if column_sum > 0 else 1
+            tens, units = divmod(column_sum, 10)
+            column_sum = 10 * tens + random.choice([digit for digit in range(10) if digit != units])
         working += f"{above}+{below}{'+1' if carry else ''}={column_sum};"
         digits = str(column_sum % 10) + digits
         carry = column_sum // 10

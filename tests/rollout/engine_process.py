@@ -15,7 +15,7 @@ from typing import Any
 from dapo_megatron.config.schema import Config
 from dapo_megatron.rollout.engine import RolloutEngine, engine_environment
 
-START_DEADLINE_S = 180.0
+START_DEADLINE_S = 400.0
 CALL_DEADLINE_S = 60.0
 
 
