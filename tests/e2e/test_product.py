@@ -77,8 +77,9 @@ def test_evaluate_and_report_read_the_run(one_engine: RunDirectory, command: Com
 
 def test_ctrl_c_ends_every_process_and_leaves_the_run_readable(problems: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "interrupted"
+    arguments = [*TRAIN, *problems, "trainer.steps=1000", f"trainer.run_dir={folder}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dapo_megatron.cli", *TRAIN, *problems, "trainer.steps=1000", f"trainer.run_dir={folder}"],
+        [sys.executable, "-m", "dapo_megatron.cli", *arguments],
         cwd=PROJECT_ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
