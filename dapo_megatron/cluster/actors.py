@@ -16,9 +16,7 @@ import ray
 
 from dapo_megatron.cluster.waiting import answer, answers
 from dapo_megatron.config.schema import Config, SamplingConfig
-from dapo_megatron.data.types import Sample, TrainingSample
-
-ActorPlan = Sequence[Sequence[Sequence[TrainingSample]]]
+from dapo_megatron.data.types import ActorPlan, Sample, TrainingSample
 
 
 @dataclass(frozen=True)

@@ -454,8 +454,8 @@ class EvaluationConfig:
 class WeightsConfig:
     """The crossing of the weights from the training actors into the engines."""
 
-    transport: str = "auto"
-    """`shared_memory`, `ipc` (colocated CUDA) or `auto`."""
+    transport: str = "shared_memory"
+    """`shared_memory`, on CPU and CUDA hosts (through host memory)."""
 
     buffer_bytes: int = 256 * 1024 * 1024
     """Size of one transfer buffer; a single larger layer gets a buffer of its own."""

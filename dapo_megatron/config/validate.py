@@ -81,7 +81,7 @@ _ABOVE: dict[str, float] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.params_dtype": ("float32", "bfloat16"),
     "precision.rollout_dtype": ("float32", "bfloat16"),
-    "weights.transport": ("auto", "shared_memory", "ipc"),
+    "weights.transport": ("shared_memory",),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 
@@ -347,8 +347,6 @@ def _places(config: Config) -> Iterator[str]:
     if not config.trainer.run_dir:
         yield "trainer.run_dir is empty: name a folder"
     if config.cluster.device == "cpu":
-        if config.weights.transport == "ipc":
-            yield "weights.transport=ipc needs CUDA, and cluster.device=cpu: shared_memory or auto"
         if config.rollout.kv_cache_bytes is None:
             yield "rollout.kv_cache_bytes=null works with CUDA only, and cluster.device=cpu: name a size in bytes"
 

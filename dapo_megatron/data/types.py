@@ -6,6 +6,7 @@ is tokenised again. These types import neither torch nor any engine, so that pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,3 +124,7 @@ class TrainingSample:
     def response_tokens(self) -> int:
         """R."""
         return len(self.token_ids) - self.prompt_tokens
+
+
+ActorPlan = Sequence[Sequence[Sequence[TrainingSample]]]
+"""plan[data-parallel rank][micro-batch] -> samples; the same number of micro-batches on every rank."""

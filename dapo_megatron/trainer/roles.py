@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from dapo_megatron.data.types import TrainingSample
+from dapo_megatron.data.types import ActorPlan
 from dapo_megatron.sampling.engine_pool import Engine
-
-ActorPlan = Sequence[Sequence[Sequence[TrainingSample]]]
-"""plan[data-parallel rank][micro-batch] -> samples; the same number of micro-batches on every rank."""
 
 
 class TrainingGroup(Protocol):

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dapo_megatron.config.schema import Config, SamplingConfig
-from dapo_megatron.data.types import Group, Sample, TrainingSample, Verdict
-from dapo_megatron.trainer.roles import ActorPlan
+from dapo_megatron.data.types import ActorPlan, Group, Sample, TrainingSample, Verdict
 
 LOG_PROB = -1.5
 
