@@ -55,9 +55,6 @@ def build_vllm_engine(config: Config, hf_folder: str, device: str) -> LLMEngine:
 
     on_cpu = device == "cpu"
     window = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    transport = config.weights.transport
-    if transport == "auto":
-        transport = "shared_memory" if on_cpu else "ipc"
     arguments: dict[str, Any] = {}
     if on_cpu:
         # A seeded request whose prompt is split dies on the CPU: its generator cannot be rewound.
@@ -78,7 +75,7 @@ def build_vllm_engine(config: Config, hf_folder: str, device: str) -> LLMEngine:
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, temperature included
                 seed=config.trainer.seed,
-                weight_transfer_config=WeightTransferConfig(backend=transport),
+                weight_transfer_config=WeightTransferConfig(backend=config.weights.transport),
                 worker_extension_cls=WORKER_EXTENSION,
                 disable_log_stats=True,
                 **arguments,
