@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.types import TrainingSample
@@ -126,3 +136,36 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def layout_model(name: str) -> PreTrainedModel:
+    """Sizes that two tensor-parallel ranks and four pipeline stages divide: `qwen2`, `qwen2 tied`, `qwen3`, `qwen3_moe`."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": name.endswith("tied"),
+    }
+    model: PreTrainedModel
+    if name.startswith("qwen2"):
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif name == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.15)
+    return model.eval()

@@ -107,6 +107,41 @@ class ModelConfig:
 
 
 @dataclass
+class RecomputeConfig:
+    """Activations that backward computes again instead of keeping them (Megatron's words and choices)."""
+
+    granularity: str = "none"
+    """`none`, `selective` (only `modules`) or `full` (whole layers)."""
+
+    modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """With `selective`: core_attn, layernorm, mlp, moe, moe_act, shared_experts or mla_up_proj."""
+
+    method: str = "uniform"
+    """With `full`: `uniform` cuts all layers into units of `layers`; `block` recomputes `layers` a pipeline stage."""
+
+    layers: int = 1
+    """With `full`: see `method`."""
+
+
+@dataclass
+class MoEConfig:
+    """How mixture-of-experts layers are trained; ignored by dense models."""
+
+    aux_loss_coefficient: float = 0.0
+    """Weight of the load-balancing loss, a mean over tokens; 0 turns it off. It is computed inside a micro-batch, so
+    that it depends on how samples are packed."""
+
+    router_dtype: str = "float32"
+    """Number format of the routing: float32, float64, or `params` for that of the parameters."""
+
+    token_dispatcher: str = "alltoall"
+    """`alltoall`, `allgather`, or `flex` (DeepEP, CUDA only)."""
+
+    grouped_gemm: bool = True
+    """All experts of a rank in one grouped product where Transformer Engine is there; else one by one."""
+
+
+@dataclass
 class ParallelConfig:
     """Layout of the training actors. World size = data x tensor x pipeline x context."""
 
@@ -142,6 +177,8 @@ class ParallelConfig:
 
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass already runs."""
+
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
 
 @dataclass
@@ -518,6 +555,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

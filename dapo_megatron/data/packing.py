@@ -10,7 +10,37 @@ Invariants of `plan_micro_batches`:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dapo_megatron.config.schema import Config
+
+FP8_ALIGNMENT_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""Multiple of the tokens in a matrix product that each FP8 recipe demands."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What layout and precision demand of token counts.
+
+    Attributes:
+        sequence: each sequence is padded to a multiple of it.
+        micro_batch: the tokens of a micro-batch are padded to a multiple of it, itself a multiple of `sequence`.
+    """
+
+    sequence: int = 1
+    micro_batch: int = 1
+
+
+def alignment_of(config: Config) -> Alignment:
+    """Context parallelism deals every sequence out in 2 x CP chunks (zig-zag); of what a rank then holds, sequence
+    parallelism takes TP equal parts and an FP8 product a multiple of its block."""
+    parallel = config.parallel
+    fp8 = getattr(getattr(config.precision, "fp8", None), "recipe", None)
+    held = math.lcm(parallel.tensor if parallel.sequence_parallel else 1, FP8_ALIGNMENT_TOKENS[fp8])
+    sequence = 2 * parallel.context if parallel.context > 1 else 1
+    return Alignment(sequence, math.lcm(sequence, parallel.context * held))
 
 
 def plan_micro_batches(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from dapo_megatron.algorithm.loss import policy_loss
 from dapo_megatron.config.schema import Config, ParallelConfig
+from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.data.types import TrainingSample
 from dapo_megatron.megatron.model import build_chunks
 from dapo_megatron.megatron.optimizer import build_optimizer, learning_rate
-from dapo_megatron.megatron.packed import PackedBatch, pack
+from dapo_megatron.megatron.packed import ContextPlace, PackedBatch, pack
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import HFFolder, write_hf_folder
@@ -74,7 +75,7 @@ class MegatronActor:
         initialize_parallel(config.parallel, rank, world_size, f"tcp://{master_address}:{master_port}")
         model_parallel_cuda_manual_seed(config.trainer.seed)
 
-        chunks = build_chunks(self.family, self.dimensions, config.parallel, self._dtype)
+        chunks = build_chunks(self.family, self.dimensions, config, self._dtype)
         load_hf_weights(chunks, self._source, self.family, self.dimensions)
         self.chunks = _wrap(chunks, config)
         self._optimizer = build_optimizer(self.chunks, config.optimizer, self._dtype)
@@ -82,6 +83,7 @@ class MegatronActor:
         if config.algorithm.kl.coefficient > 0:
             self._reference = [parameter.detach().clone() for _, parameter in named_local_parameters(self.chunks)]
         self._skipped_in_a_row = 0
+        self._alignment = alignment_of(config)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -163,7 +165,8 @@ class MegatronActor:
             batch = next(batches)
             return model(batch, temperature), partial(read_output, batch)
 
-        batches = [pack(samples, self._device) for samples in micro_batches]
+        place = ContextPlace(parallel_state.get_context_parallel_rank(), self._config.parallel.context)
+        batches = [pack(samples, self._device, self._alignment, place) for samples in micro_batches]
         iterators = [iter(batches) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -305,6 +308,11 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
 
 def _collect_log_probs(batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, list[np.ndarray]]:
     log_probs, _ = output
+    total = sum(batch.response_lengths)
+    if batch.response_lengths and parallel_state.get_context_parallel_world_size() > 1:
+        # Each rank of the group has its part of every sequence.
+        log_probs = log_probs.new_zeros(total).index_copy_(0, batch.response_places, log_probs)
+        dist.all_reduce(log_probs, group=parallel_state.get_context_parallel_group())
     by_sample = np.split(log_probs.cpu().numpy(), np.cumsum(batch.response_lengths, dtype=np.int64))[:-1]
     return log_probs.new_zeros(()), _no_tokens(log_probs), by_sample
 

@@ -55,6 +55,7 @@ def install() -> None:
     _disable_jit()
     _track_cpu_rng()
     _satisfy_optimizer_type_checks()
+    _route_experts_on_cpu()
 
 
 def _is_cuda(device: object) -> bool:
@@ -257,3 +258,21 @@ def _satisfy_optimizer_type_checks() -> None:
     mixed_precision.__init__ = _with_cuda_type_names(mixed_precision.__init__)
     clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     optimizer.clip_grad_by_total_norm_fp32 = clip_grads.clip_grad_by_total_norm_fp32
+
+
+def _route_experts_on_cpu() -> None:
+    """Split sizes become numpy arrays on their way from the device, and the router knows that there is no TE GEMM."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

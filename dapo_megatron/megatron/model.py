@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from dapo_megatron.config.schema import ParallelConfig
+from dapo_megatron.config.schema import Config, MoEConfig, RecomputeConfig
 from dapo_megatron.megatron.attention import SDPACoreAttention
 from dapo_megatron.megatron.logprob import response_log_probs
 from dapo_megatron.megatron.packed import PackedBatch
@@ -36,7 +37,7 @@ class PolicyModel(GPTModel):
         Everything else is GPTModel's.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec, vocab_size: int, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, spec: TransformerBlockSubmodules, vocab_size: int, **kwargs: Any) -> None:
         ranks = config.tensor_model_parallel_size
         super().__init__(config, spec, -(-vocab_size // ranks) * ranks, **kwargs)
         self.real_vocab_size = vocab_size
@@ -50,8 +51,21 @@ class PolicyModel(GPTModel):
         return self.output_layer(hidden, batch, temperature) if self.post_process else hidden
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """[T, 1, hidden_size], after the final norm on the last stage."""
-        return super().forward(batch.tokens, batch.position_ids, None, packed_seq_params=batch.sequences)
+        """[T, 1, hidden_size], after the final norm on the last stage; with sequence parallelism this rank's part."""
+        return super().forward(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            packed_seq_params=batch.sequences,
+            padding_mask=self._router_padding(batch) if self.config.num_moe_experts else None,
+        )
+
+    def _router_padding(self, batch: PackedBatch) -> Tensor:
+        """Padding as the router takes it; with sequence parallelism core cuts out a rank's part on the first stage
+        only."""
+        if self.pre_process or not self.config.sequence_parallel:
+            return batch.padding
+        return scatter_to_sequence_parallel_region(batch.padding.T.contiguous()).T.contiguous()
 
     def output_weight(self) -> Tensor:
         """[padded vocabulary / TP, hidden_size], tied or not."""
@@ -63,6 +77,9 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def _response_log_probs(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        if self.config.sequence_parallel:
+            # Every rank has the whole gradient of the hidden states, summed by the function: it keeps its part.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return response_log_probs(
             hidden.flatten(0, 1),
             batch.response_positions,
@@ -74,43 +91,17 @@ class PolicyModel(GPTModel):
         )
 
 
-def build_chunks(
-    family: Family, dimensions: Dimensions, parallel: ParallelConfig, params_dtype: torch.dtype
-) -> list[PolicyModel]:
+def build_chunks(family: Family, dimensions: Dimensions, config: Config, params_dtype: torch.dtype) -> list[PolicyModel]:
     """This rank's model chunks with uninitialised weights. Megatron's process groups must exist."""
     on_cuda = torch.cuda.is_available()
     transformer_engine = on_cuda and importlib.util.find_spec("transformer_engine") is not None
-    config = TransformerConfig(
-        **family.transformer_kwargs(dimensions),
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-        context_parallel_size=parallel.context,
-        sequence_parallel=parallel.sequence_parallel,
-        params_dtype=params_dtype,
-        pipeline_dtype=params_dtype,
-        bf16=params_dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one that takes variable lengths
-        # With the defaults, interleaved stages run and give wrong gradients.
-        overlap_p2p_comm=parallel.virtual_pipeline is not None,
-        batch_p2p_comm=parallel.virtual_pipeline is None,
-        # The loss weights hold the denominators of the whole update: gradients are summed, never averaged.
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        use_cpu_initialization=not on_cuda,
-        apply_rope_fusion=transformer_engine,
-        bias_activation_fusion=on_cuda,
-        bias_dropout_fusion=on_cuda,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
+    transformer = transformer_config(family, dimensions, config, params_dtype, transformer_engine)
+    stages = range(config.parallel.virtual_pipeline) if config.parallel.virtual_pipeline else [None]
     chunks = []
     for stage in stages:
         chunk = PolicyModel(
-            config,
-            _layer_spec(transformer_engine),
+            transformer,
+            layer_spec(transformer, transformer_engine, stage),
             dimensions.vocab_size,
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -126,17 +117,100 @@ def build_chunks(
     return chunks
 
 
+def transformer_config(
+    family: Family, dimensions: Dimensions, config: Config, params_dtype: torch.dtype, transformer_engine: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model in the layout of this run."""
+    on_cuda = torch.cuda.is_available()
+    parallel = config.parallel
+    settings = TransformerConfig(
+        **family.transformer_kwargs(dimensions),
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=params_dtype,
+        pipeline_dtype=params_dtype,
+        bf16=params_dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        # With the defaults, interleaved stages run and give wrong gradients.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
+        # The loss weights hold the denominators of the whole update: gradients are summed, never averaged.
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=not on_cuda,
+        apply_rope_fusion=transformer_engine,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **_moe_kwargs(config.moe, transformer_engine),
+        **_recompute_kwargs(parallel.recompute),
+    )
+    if settings.virtual_pipeline_model_parallel_size is not None:
+        assert settings.overlap_p2p_comm and not settings.batch_p2p_comm, "interleaved stages would be silently wrong"
+    return settings
+
+
+def _moe_kwargs(moe: MoEConfig, transformer_engine: bool) -> dict[str, Any]:
+    return {
+        "moe_token_dispatcher_type": moe.token_dispatcher,
+        "moe_router_dtype": {"float32": "fp32", "float64": "fp64", "params": None}[moe.router_dtype],
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coefficient else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coefficient,
+        "moe_grouped_gemm": moe.grouped_gemm and transformer_engine,
+    }
+
+
+def _recompute_kwargs(recompute: RecomputeConfig) -> dict[str, Any]:
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.layers,
+    }
+
+
 def _mark_tensor_parallel(chunk: PolicyModel) -> None:
     """What core's initialisation does on the side: unmarked, the gradient norm would count the first rank only."""
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in chunk.modules():
-        if type(module) in dims and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, dims[type(module)], 1)
+        for kind, dim in dims.items():
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def _layer_spec(transformer_engine: bool) -> ModuleSpec:
+class RMSNorm(torch.nn.RMSNorm):
+    """Torch's norm as Megatron builds one; core's own wrapper refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Each rank normalises its part of the sequence: the gradients are summed over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def layer_spec(
+    transformer: TransformerConfig, transformer_engine: bool, virtual_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's stage: Transformer Engine's, or core's local ones with SDPA and torch's norms."""
+    block = get_gpt_decoder_block_spec(
+        transformer, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage
+    )
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec()
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
-    return spec
+        return block
+    block = copy.deepcopy(block)  # layers of one kind share a spec
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = SDPACoreAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        if transformer.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block.layer_norm = RMSNorm
+    return block

@@ -1,0 +1,192 @@
+"""No layout changes the result: one DAPO update in every layout gives the sums, gradient norm, gradients and log-probs
+of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dapo_megatron.config.schema import Config
+from dapo_megatron.data.packing import alignment_of, plan_micro_batches
+from dapo_megatron.data.types import TrainingSample
+from tests.distributed.ranks import run_ranks
+from tests.tiny_models import layout_model, one_rank_actor, random_samples, save, tiny_config
+
+SAMPLES = 9
+MAX_TOKENS = 64
+"""Several micro-batches a rank, ragged."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes other than 1, a model, and what else is special."""
+
+    sizes: dict[str, Any]
+    model: str = "qwen2"
+    dtype: str = "float32"
+    samples: tuple[int, ...] = tuple(range(SAMPLES))
+
+    @property
+    def ranks(self) -> int:
+        return int(np.prod([self.sizes.get(name, 1) for name in ("data", "tensor", "pipeline", "context")]))
+
+
+SP = {"sequence_parallel": True}
+VPP2 = {"virtual_pipeline": 2}
+LAYOUTS = {
+    "DP2": Layout({"data": 2}),
+    "TP2": Layout({"tensor": 2}),
+    "TP2+SP": Layout({"tensor": 2} | SP),
+    "TP2+SP tied": Layout({"tensor": 2} | SP, "qwen2 tied"),
+    "PP2": Layout({"pipeline": 2}),
+    "PP2 tied": Layout({"pipeline": 2}, "qwen2 tied"),
+    "PP2xVPP2": Layout({"pipeline": 2} | VPP2),
+    "CP2": Layout({"context": 2}),
+    "EP2": Layout({"data": 2, "expert": 2}, "qwen3_moe"),
+    "CP2 as EP2": Layout({"context": 2, "expert": 2}, "qwen3_moe"),
+    "TP2+SP as EP2": Layout({"tensor": 2, "expert": 2} | SP, "qwen3_moe"),
+    "TP2+SP q/k norm": Layout({"tensor": 2} | SP, "qwen3"),
+    "TP2 q/k norm": Layout({"tensor": 2}, "qwen3"),
+    "TP2xPP2": Layout({"tensor": 2, "pipeline": 2}),
+    "TP2xPP2xVPP2+SP": Layout({"tensor": 2, "pipeline": 2} | SP | VPP2),
+    "TP2xCP2": Layout({"tensor": 2, "context": 2}),
+    "TP2xCP2+SP": Layout({"tensor": 2, "context": 2} | SP),
+    "CP2xPP2": Layout({"context": 2, "pipeline": 2}),
+    "CP4": Layout({"context": 4}),
+    "DP4 with more ranks than samples": Layout({"data": 4}, samples=(0, 1, 4)),
+    "DP2 with a rank without trained token": Layout({"data": 2}, samples=(2, 4)),
+    "DP2xTP2": Layout({"data": 2, "tensor": 2}),
+    "TP2+SPxEP2": Layout({"tensor": 2, "data": 2, "expert": 2} | SP, "qwen3_moe"),
+    "EP2xPP2": Layout({"data": 2, "expert": 2, "pipeline": 2}, "qwen3_moe"),
+    "TP2+SPxPP2 bf16": Layout({"tensor": 2, "pipeline": 2} | SP, dtype="bfloat16"),
+}
+
+
+def PLAN_OPTIONS(config, multiple):
+    import inspect
+    if "alignment" in inspect.signature(plan_micro_batches).parameters:
+        return {"alignment": alignment_of(config), "count_multiple": multiple}
+    return {}
+
+
+def make_config(layout: Layout | None, dtype: str = "float32") -> Config:
+    config = tiny_config(distributed=False, clip_grad=0.02)
+    config.algorithm.entropy_coefficient = 0.01
+    config.algorithm.kl.coefficient = 0.05
+    config.parallel.max_tokens_per_micro_batch = MAX_TOKENS
+    config.precision.params_dtype = dtype
+    for name, size in layout.sizes.items() if layout else ():
+        setattr(config.parallel, name, size)
+    return config
+
+
+def samples_of(layout: Layout) -> list[TrainingSample]:
+    samples = [random_samples(SAMPLES)[i] for i in layout.samples]
+    for sample in samples:
+        sample.reference_log_probs = sample.old_log_probs - np.float32(0.1)
+    return samples
+
+
+def one_update(actor: Any, layout: Layout, config: Config) -> dict[str, Any]:
+    """Log-probs, the result of an update, and this rank's shards of the gradients."""
+    from dapo_megatron.weights.load import named_local_parameters
+
+    samples = samples_of(layout)
+    multiple = config.parallel.pipeline if config.parallel.virtual_pipeline else 1
+    plan = plan_micro_batches(
+        [sample.total_tokens for sample in samples],
+        config.parallel.data,
+        MAX_TOKENS,
+        **PLAN_OPTIONS(config, multiple),
+    )[actor.data_parallel_rank]
+    share = [[samples[i] for i in members] for members in plan]
+    log_probs = actor.log_probs(share)
+    result = actor.update(share, step=1)
+    return {
+        "result": result,
+        "log_probs": {
+            i: values
+            for members, found in zip(plan, log_probs, strict=True)
+            for i, values in zip(members, found, strict=False)
+        }
+        if actor.answers_for_share
+        else {},
+        "gradients": {name: p.main_grad.float().numpy().copy() for name, p in named_local_parameters(actor.chunks)},
+    }
+
+
+def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str], names: list[str]) -> dict[str, Any]:
+    """What each rank of one world returns: every layout of that size, one after the other."""
+    from dapo_megatron.megatron.actor import MegatronActor, parallel_state
+
+    results = {}
+    for name in names:
+        layout = LAYOUTS[name]
+        config = make_config(layout, layout.dtype)
+        place = {"rank": rank, "world_size": world_size, "master_address": "127.0.0.1", "master_port": port}
+        actor = MegatronActor(config, folders[layout.model], **place)
+        results[name] = one_update(actor, layout, config) | {
+            "tensor": parallel_state.get_tensor_model_parallel_rank(),
+            "expert": parallel_state.get_expert_model_parallel_rank(),
+        }
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    models = {layout.model for layout in LAYOUTS.values()}
+    return {model: save(layout_model(model), path / model.replace(" ", "_")) for model in models}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (2, 4):
+        names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
+        both = run_ranks(run_layouts, ranks, tmp_path_factory.mktemp("world"), folders, names)
+        found |= {name: [results[name] for results in both] for name in names}
+    return found
+
+
+def gather(ranks: list[dict[str, Any]], actor: Any) -> dict[str, np.ndarray]:
+    """Full gradients from the shards of all ranks, by the family's table alone."""
+    full = {}
+    for mapping in actor.family.tensors(actor.dimensions):
+        shards = {r["tensor"]: torch.from_numpy(r["gradients"][mapping.megatron]) for r in ranks if mapping.megatron in r["gradients"]}
+        if not shards:
+            continue
+        split = mapping.split
+        whole = ".local_experts." in mapping.megatron  # expert tensor parallelism of 1: each expert is whole
+        full[mapping.megatron] = (
+            next(iter(shards.values())) if whole else split.unshard([shards[i] for i in sorted(shards)])
+        ).numpy()
+    return full
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_rank(name: str, folders: dict[str, str], outcomes: dict[str, list[dict[str, Any]]]) -> None:
+    layout = LAYOUTS[name]
+    config = make_config(None)
+    actor = one_rank_actor(config, folders[layout.model])
+    one = one_update(actor, layout, config)
+    ranks = outcomes[name]
+    # bf16 rounds weights and activations to 2^-8 in every layer.
+    bound = 1e-5 if layout.dtype == "float32" else 0.1
+    for rank in ranks:
+        assert rank["result"] == pytest.approx(one["result"], rel=bound, abs=1e-7 if bound == 1e-5 else 0.05)
+    log_probs = {i: values for rank in ranks for i, values in rank["log_probs"].items()}
+    assert log_probs.keys() == one["log_probs"].keys()
+    for i, values in log_probs.items():
+        np.testing.assert_allclose(values, one["log_probs"][i], atol=bound)
+    gathered = gather(ranks, actor)
+    assert gathered.keys() >= {name for name in one["gradients"] if "output_layer" not in name or name in gathered}
+    for tensor, want in one["gradients"].items():
+        got = gathered[tensor][: want.shape[0]]
+        assert np.abs(got - want).max() <= bound * np.abs(want).max(), tensor
