@@ -86,6 +86,13 @@ class OnBadRow(StrEnum):
     skip = "skip"
 
 
+class Packing(StrEnum):
+    """How samples are packed into micro-batches; `balanced` also evens out the FLOPs of the data-parallel ranks."""
+
+    first_fit_decreasing = "first_fit_decreasing"
+    balanced = "balanced"
+
+
 @dataclass
 class ModelConfig:
     """The policy."""
@@ -128,8 +135,8 @@ class MoEConfig:
     """How mixture-of-experts layers are trained; ignored by dense models."""
 
     aux_loss_coefficient: float = 0.0
-    """Weight of the load-balancing loss, a mean over tokens; 0 turns it off. It is computed inside a micro-batch, so
-    that it depends on how samples are packed."""
+    """Weight of the load-balancing loss, a mean over the micro-batches of an update; 0 turns it off. It is computed
+    inside a micro-batch, so that it depends on how samples are packed."""
 
     router_dtype: str = "float32"
     """Number format of the routing: float32, float64, or `params` for that of the parameters."""
@@ -171,6 +178,9 @@ class ParallelConfig:
 
     max_tokens_per_micro_batch: int = 16384
     """Whole sequences are packed into micro-batches of at most this many tokens; a longer sequence stands alone."""
+
+    packing: Packing = Packing.balanced
+    """How samples are packed into micro-batches."""
 
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass still runs."""
@@ -330,13 +340,22 @@ class AlgorithmConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW; the learning rate is warmed up linearly over steps and then constant."""
+    """AdamW; the learning rate is warmed up linearly over steps and then constant, or decays."""
 
     lr: float = 1e-6
     """Peak learning rate."""
 
     warmup_steps: int = 20
     """Steps (not updates) until the peak; 0 starts at the peak."""
+
+    decay: str = "constant"
+    """After the warm-up: `constant`, `linear` or `cosine` (down to `min_lr`)."""
+
+    decay_steps: int | None = None
+    """The step, counted from the first of the run, that reaches `min_lr`; later steps stay there."""
+
+    min_lr: float = 0.0
+    """Where a decay ends."""
 
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -348,6 +367,22 @@ class OptimizerConfig:
 
     distributed: bool = True
     """Shard the optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+
+    precision_aware: bool = False
+    """Transformer Engine's Adam keeps the state, in the formats below; of float32 main parameters only the 16 bits that
+    the bfloat16 parameters lack. Needs Transformer Engine, bfloat16 parameters and `distributed`."""
+
+    main_grads_dtype: str = "float32"
+    """Gradients as they are accumulated and reduced: float32, or bfloat16 with `precision_aware`."""
+
+    main_params_dtype: str = "float32"
+    """Main parameters: float32, or float16 with `precision_aware`."""
+
+    exp_avg_dtype: str = "float32"
+    """Adam's first moment: float32, or bfloat16, float16, float8 with `precision_aware`."""
+
+    exp_avg_sq_dtype: str = "float32"
+    """Adam's second moment, as the first."""
 
     max_skipped_updates: int = 5
     """Abort after this many updates in a row with a non-finite gradient norm."""

@@ -27,6 +27,8 @@ from dapo_megatron.config.schema import (
 
 PACKAGE_PREFIX = "package:"
 
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+
 _AT_LEAST: dict[str, float] = {
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
@@ -36,6 +38,8 @@ _AT_LEAST: dict[str, float] = {
     "parallel.expert_tensor": 1,
     "parallel.data": 1,
     "parallel.max_tokens_per_micro_batch": 1,
+    "parallel.recompute.layers": 1,
+    "moe.aux_loss_coefficient": 0,
     "algorithm.loss_norm_tokens": 1,
     "algorithm.kl.coefficient": 0,
     "algorithm.entropy_coefficient": 0,
@@ -81,6 +85,10 @@ _ABOVE: dict[str, float] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision.params_dtype": ("float32", "bfloat16"),
     "precision.rollout_dtype": ("float32", "bfloat16"),
+    "parallel.recompute.granularity": ("none", "selective", "full"),
+    "parallel.recompute.method": ("uniform", "block"),
+    "moe.router_dtype": ("float32", "float64", "params"),
+    "moe.token_dispatcher": ("alltoall", "allgather", "flex"),
     "weights.transport": ("shared_memory",),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
@@ -180,6 +188,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = _get(config, path)
         if value not in choices:
             yield f"{path}={value!r} is not one of: {', '.join(choices)}"
+    for module in config.parallel.recompute.modules:
+        if module not in RECOMPUTE_MODULES:
+            yield f"parallel.recompute.modules: {module!r} is not one of: {', '.join(RECOMPUTE_MODULES)}"
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield f"optimizer.betas={betas} must be two numbers from 0 to below 1"

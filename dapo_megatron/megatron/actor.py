@@ -28,7 +28,7 @@ from dapo_megatron.algorithm.loss import policy_loss
 from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.data.types import TrainingSample
-from dapo_megatron.megatron.model import build_chunks
+from dapo_megatron.megatron.model import balance_experts, build_chunks
 from dapo_megatron.megatron.optimizer import build_optimizer, learning_rate
 from dapo_megatron.megatron.packed import ContextPlace, PackedBatch, pack
 from dapo_megatron.models.registry import family_of
@@ -134,6 +134,9 @@ class MegatronActor:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._config.moe.aux_loss_coefficient:
+            ranks_with_data = self._config.parallel.data
+            balance_experts(self.chunks, self._config.moe.aux_loss_coefficient / (len(micro_batches) * ranks_with_data))
         sums = self._sum_over_ranks(self._run(micro_batches, self._loss, forward_only=False))
         updated, grad_norm = self._step() if sums["tokens"] else (False, 0.0)
         return sums | {"grad_norm": grad_norm, "lr": lr, "skipped": float(not updated)}

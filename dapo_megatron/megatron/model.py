@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
@@ -179,12 +181,25 @@ def _recompute_kwargs(recompute: RecomputeConfig) -> dict[str, Any]:
 
 
 def _mark_tensor_parallel(chunk: PolicyModel) -> None:
-    """What core's initialisation does on the side: unmarked, the gradient norm would count the first rank only."""
+    """What core 0.16 leaves to its initialisation: unmarked, the gradient norm would count the first rank only."""
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in chunk.modules():
         for kind, dim in dims.items():
-            if isinstance(module, kind) and module.weight is not None:
-                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+            weight = module.weight if isinstance(module, kind) else None
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def balance_experts(chunks: Sequence[Any], coefficient: float) -> None:
+    """Weigh the load-balancing loss of one micro-batch; gradients are summed over micro-batches and ranks.
+
+    Core would multiply it by the tokens of the rank, to undo a division by all tokens that never happens here.
+    """
+    for chunk in chunks:
+        chunk.config.moe_aux_loss_coeff = coefficient
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.calculate_per_token_loss = False
 
 
 class RMSNorm(torch.nn.RMSNorm):
