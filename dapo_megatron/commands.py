@@ -17,6 +17,7 @@ from dapo_megatron.cluster.placement import place_all, place_engines, ray_sessio
 from dapo_megatron.config.compose import to_yaml
 from dapo_megatron.config.schema import Config
 from dapo_megatron.config.validate import validate_model
+from dapo_megatron.models.family import Dimensions
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.reward.scorer import build_scorer
 from dapo_megatron.sampling.engine_pool import EnginePool
@@ -36,7 +37,7 @@ def train(config: Config) -> RunDirectory:
     Raises:
         ValueError: the configuration, the model folder, the problems or the run directory cannot be used.
     """
-    hf_folder = _checked_model_folder(config, resolve_model_folder(config.model))
+    hf_folder, dimensions = _checked_model(config, resolve_model_folder(config.model))
     problems = run.Problems(config, _tokenizer(config, hf_folder))
     scorer = build_scorer(config.reward)
     run_directory = RunDirectory.create(config.trainer.run_dir, to_yaml(config))
@@ -45,7 +46,9 @@ def train(config: Config) -> RunDirectory:
         async def start_and_train() -> None:
             placed = place_all(config, str(hf_folder))
             await start_all(placed.training, placed.engines, config.cluster.start_deadline_s)
-            await run.train(config, problems, run_directory, placed.training, placed.engines, scorer, progress)
+            await run.train(
+                config, dimensions, problems, run_directory, placed.training, placed.engines, scorer, progress
+            )
 
         progress.phase("start")
         asyncio.run(start_and_train())
@@ -62,7 +65,7 @@ def evaluate(config: Config, model_folder: Path | None = None) -> evaluation.Eva
     Raises:
         ValueError: the configuration, the folder or the problems cannot be used.
     """
-    hf_folder = _checked_model_folder(config, model_folder or resolve_model_folder(config.model))
+    hf_folder, _ = _checked_model(config, model_folder or resolve_model_folder(config.model))
     sets = evaluation.load_evaluation_sets(config, _tokenizer(config, hf_folder))
     if not sets:
         raise ValueError("evaluation.sets is empty: name at least one set to evaluate on")
@@ -77,11 +80,11 @@ def evaluate(config: Config, model_folder: Path | None = None) -> evaluation.Eva
         return asyncio.run(start_and_evaluate())
 
 
-def _checked_model_folder(config: Config, folder: Path) -> Path:
+def _checked_model(config: Config, folder: Path) -> tuple[Path, Dimensions]:
     source = HFFolder(folder)
-    family_of(source.config)
+    dimensions = family_of(source.config).dimensions(source.config)
     validate_model(config, source.config)
-    return folder.absolute()
+    return folder.absolute(), dimensions
 
 
 def _tokenizer(config: Config, hf_folder: Path) -> Any:

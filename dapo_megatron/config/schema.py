@@ -583,6 +583,9 @@ class TrainerConfig:
     samples_per_file: int = 64
     """Rollouts written of a step at most; 0 writes all."""
 
+    peak_flops_per_device: float | None = None
+    """FLOPs per second of a training device at its best; the update's share of it is then logged (MFU)."""
+
 
 @dataclass
 class Config:

@@ -46,6 +46,8 @@ _AT_LEAST: dict[str, float] = {
     "algorithm.overlong.penalty_factor": 0,
     "algorithm.correction.low": 0,
     "optimizer.warmup_steps": 0,
+    "optimizer.decay_steps": 1,
+    "optimizer.min_lr": 0,
     "optimizer.weight_decay": 0,
     "optimizer.clip_grad": 0,
     "optimizer.max_skipped_updates": 1,
@@ -77,6 +79,7 @@ _ABOVE: dict[str, float] = {
     "algorithm.correction.cap": 0,
     "optimizer.lr": 0,
     "optimizer.eps": 0,
+    "trainer.peak_flops_per_device": 0,
     "cluster.start_deadline_s": 0,
     "cluster.phase_deadline_s": 0,
 }
@@ -89,6 +92,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.recompute.method": ("uniform", "block"),
     "moe.router_dtype": ("float32", "float64", "params"),
     "moe.token_dispatcher": ("alltoall", "allgather", "flex"),
+    "optimizer.decay": ("constant", "linear", "cosine"),
+    "optimizer.main_grads_dtype": ("float32", "bfloat16"),
+    "optimizer.main_params_dtype": ("float32", "float16"),
+    "optimizer.exp_avg_dtype": ("float32", "bfloat16", "float16", "float8"),
+    "optimizer.exp_avg_sq_dtype": ("float32", "bfloat16", "float16", "float8"),
     "weights.transport": ("shared_memory",),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
@@ -118,6 +126,7 @@ def validate(config: Config) -> None:
             *_batch(config),
             *_layout(config),
             *_algorithm(config),
+            *_optimizer(config),
             *_sampling("rollout.sampling", config.rollout.sampling, training=True),
             *_data(config),
             *_evaluation(config),
@@ -288,6 +297,41 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction: low={correction.low} <= 1 <= high={correction.high} does not hold, so that "
             "tokens without any mismatch would be masked"
         )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.decay != "constant":
+        if optimizer.decay_steps is None:
+            yield (
+                f"optimizer.decay={optimizer.decay} needs optimizer.decay_steps, the step that reaches "
+                f"optimizer.min_lr: {config.trainer.steps} is trainer.steps"
+            )
+        elif optimizer.decay_steps <= optimizer.warmup_steps:
+            yield (
+                f"optimizer.decay_steps={optimizer.decay_steps} must be above "
+                f"optimizer.warmup_steps={optimizer.warmup_steps}"
+            )
+        if optimizer.min_lr > optimizer.lr:
+            yield f"optimizer.min_lr={optimizer.min_lr} must be at most optimizer.lr={optimizer.lr}"
+    if optimizer.precision_aware:
+        if importlib.util.find_spec("transformer_engine") is None:
+            yield (
+                "optimizer.precision_aware=true needs the Adam of Transformer Engine, which is not installed: "
+                "pip install 'dapo-megatron[gpu]', or optimizer.precision_aware=false"
+            )
+        if not optimizer.distributed or config.precision.params_dtype != "bfloat16":
+            yield (
+                f"optimizer.precision_aware=true needs optimizer.distributed=true (it is {optimizer.distributed}) and "
+                f"precision.params_dtype=bfloat16 (it is {config.precision.params_dtype})"
+            )
+    else:
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(optimizer, name) != "float32":
+                yield (
+                    f"optimizer.{name}={getattr(optimizer, name)} needs optimizer.precision_aware=true; without it "
+                    "only float32 is possible"
+                )
 
 
 def _sampling(path: str, sampling: SamplingConfig, *, training: bool) -> Iterator[str]:

@@ -6,9 +6,10 @@ Micro-batches hold whole sequences one behind the other, so that the only paddin
   - a micro-batch holds at most `max_tokens`, padding included, unless it is a single longer sample;
   - every rank has the same number of micro-batches, at least one, a multiple of `count_multiple`; some are empty when
     there are fewer samples than that;
-  - that number is the least multiple whose micro-batches, over all ranks, are enough for first-fit-decreasing;
+  - that number is the least for which first-fit-decreasing has bins enough, over all ranks;
   - inside a micro-batch samples keep their order; the plan is a function of its arguments;
-  - `balanced` never makes the heaviest rank heavier than it was before it exchanged samples between ranks.
+  - `balanced`: the heaviest rank is within `EVEN_ENOUGH` of the mean, or no exchange with another rank (of two samples,
+    or of one for none) would help that leaves both lighter than it and their micro-batches within the cap.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ FP8_ALIGNMENT_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "mxfp8": 32, "
 """Multiple of the tokens in a matrix product that each FP8 recipe demands."""
 
 EVEN_ENOUGH = 1.001
-"""Heaviest rank over the mean at which exchanging samples stops."""
+"""Heaviest rank over the mean at which exchanging samples between ranks stops."""
+
+_LEAST_GAIN = 1e-6
+"""Of the mean: an exchange must lighten the heaviest rank by more, so that rounding cannot keep exchanges going."""
 
 Bin = list[int]
 """The samples of a micro-batch, as indices."""
@@ -82,7 +86,7 @@ def plan_micro_batches(
     assert ranks >= 1 and max_tokens >= 1 and count_multiple >= 1
     alignment = alignment or Alignment()
     tokens = np.array([_round_up(length, alignment.sequence) for length in lengths], np.int64)
-    costs = np.array([cost(int(length)) for length in tokens])
+    costs = np.array([cost(int(length)) for length in tokens], np.float64)
     # What fits into the largest aligned total fits into `max_tokens` after alignment.
     capacity = max_tokens // alignment.micro_batch * alignment.micro_batch
 
@@ -144,15 +148,14 @@ def _deal(bins: list[Bin], ranks: int, costs: np.ndarray) -> list[list[Bin]]:
 
 
 def _even_out(plan: list[list[Bin]], tokens: np.ndarray, costs: np.ndarray, capacity: int) -> None:
-    """Exchange samples (one for one, or one for none) between the heaviest and a lighter rank while that helps."""
+    """Exchange samples between the heaviest rank and the lightest that can take some of its work, while that helps."""
     load = np.array([sum(costs[members].sum() for members in share) for share in plan])
-    for _ in range(len(tokens)):
+    mean = load.mean()
+    while load.max() > EVEN_ENOUGH * mean:
         heavy = int(load.argmax())
-        if load[heavy] <= EVEN_ENOUGH * load.mean():
-            return
-        for light in np.argsort(load, kind="stable")[:-1]:
+        for light in np.argsort(load, kind="stable"):
             gap = float(load[heavy] - load[light])
-            moved = _exchange(plan[heavy], plan[light], tokens, costs, capacity, gap)
+            moved = _exchange(plan[heavy], plan[light], tokens, costs, capacity, gap, _LEAST_GAIN * mean)
             if moved:
                 load[[heavy, light]] += [-moved, moved]
                 break
@@ -161,24 +164,29 @@ def _even_out(plan: list[list[Bin]], tokens: np.ndarray, costs: np.ndarray, capa
 
 
 def _exchange(
-    heavy: list[Bin], light: list[Bin], tokens: np.ndarray, costs: np.ndarray, capacity: int, gap: float
+    heavy: list[Bin], light: list[Bin], tokens: np.ndarray, costs: np.ndarray, capacity: int, gap: float, least: float
 ) -> float:
-    """Do the exchange that comes nearest to moving half of `gap`; returns the work moved, 0 if none is allowed."""
-    given = [(b, index) for b, members in enumerate(heavy) for index in members]
-    taken = [(b, index) for b, members in enumerate(light) for index in [*members, None]]
-    give_tokens, give_cost, give_room = _columns(given, heavy, tokens, costs, capacity)
-    take_tokens, take_cost, take_room = _columns(taken, light, tokens, costs, capacity)
-    growth = give_tokens[:, None] - take_tokens
-    work = give_cost[:, None] - take_cost
-    allowed = (growth <= take_room) & (-growth <= give_room[:, None]) & (work > 0) & (work < gap)
+    """Do the exchange (one sample for one, or for none) that comes nearest to moving half of the two ranks' `gap`.
+
+    Returns the work moved; 0 if no exchange within the cap lightens the heavier rank by `least`.
+    """
+    nothing = len(tokens)  # Costs nothing: the sample that a rank gives back when it gives none.
+    tokens, costs = np.append(tokens, 0), np.append(costs, 0.0)
+    given = [(b, i) for b, members in enumerate(heavy) for i in members]
+    taken = [(b, i) for b, members in enumerate(light) for i in (*members, nothing)]
+    give_bin, give = np.array(given).T
+    take_bin, take = np.array(taken).T
+    give_room = capacity - np.array([tokens[members].sum() for members in heavy])[give_bin]
+    take_room = capacity - np.array([tokens[members].sum() for members in light])[take_bin]
+    growth = tokens[give][:, None] - tokens[take]
+    work = costs[give][:, None] - costs[take]
+    allowed = (growth <= take_room) & (-growth <= give_room[:, None]) & (work > least) & (work < gap - least)
     if not allowed.any():
         return 0.0
-    best = np.where(allowed, np.abs(work - gap / 2), np.inf).argmin()
-    i, j = np.unravel_index(best, work.shape)
-    (give_bin, give), (take_bin, take) = given[i], taken[j]
-    heavy[give_bin].remove(give)
-    light[take_bin].append(give)
-    if take is not None:
-        light[take_bin].remove(take)
-        heavy[give_bin].append(take)
+    i, j = np.unravel_index(np.where(allowed, np.abs(work - gap / 2), np.inf).argmin(), work.shape)
+    heavy[give_bin[i]].remove(give[i])
+    light[take_bin[j]].append(int(give[i]))
+    if take[j] != nothing:
+        light[take_bin[j]].remove(take[j])
+        heavy[give_bin[i]].append(int(take[j]))
     return float(work[i, j])

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from dapo_megatron.algorithm.loss import policy_loss
+from dapo_megatron.algorithm.loss import LossOutput, policy_loss
 from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.data.types import TrainingSample
@@ -50,7 +50,7 @@ class MegatronActor:
 
     Args:
         config: the whole configuration.
-        hf_folder: the initial policy.
+        hf_folder: the initial policy, as a path or an open folder.
         rank, world_size: place among the training actors.
         master_address, master_port: where the ranks meet.
 
@@ -62,10 +62,17 @@ class MegatronActor:
     """
 
     def __init__(
-        self, config: Config, hf_folder: str, *, rank: int, world_size: int, master_address: str, master_port: int
+        self,
+        config: Config,
+        hf_folder: str | HFFolder,
+        *,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
     ) -> None:
         self._config = config
-        self._source = HFFolder(hf_folder)
+        self._source = HFFolder(hf_folder) if isinstance(hf_folder, str) else hf_folder
         self.family = family_of(self._source.config)
         self.dimensions = self.family.dimensions(self._source.config)
         self._dtype = _dtype(config.precision.params_dtype, "precision.params_dtype")
@@ -137,7 +144,7 @@ class MegatronActor:
         if self._config.moe.aux_loss_coefficient:
             ranks_with_data = self._config.parallel.data
             balance_experts(self.chunks, self._config.moe.aux_loss_coefficient / (len(micro_batches) * ranks_with_data))
-        sums = self._sum_over_ranks(self._run(micro_batches, self._loss, forward_only=False))
+        sums = self._sum_over_ranks(self._run(micro_batches, self._read_loss, forward_only=False))
         updated, grad_norm = self._step() if sums["tokens"] else (False, 0.0)
         return sums | {"grad_norm": grad_norm, "lr": lr, "skipped": float(not updated)}
 
@@ -166,7 +173,8 @@ class MegatronActor:
 
         def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Any, Callable]:
             batch = next(batches)
-            return model(batch, temperature), partial(read_output, batch)
+            token_losses = None if forward_only else partial(self._token_losses, batch)
+            return model(batch, temperature, token_losses), partial(read_output, batch)
 
         place = ContextPlace(parallel_state.get_context_parallel_rank(), self._config.parallel.context)
         batches = [pack(samples, self._device, self._alignment, place) for samples in micro_batches]
@@ -181,22 +189,33 @@ class MegatronActor:
             forward_only=forward_only,
         )
 
-    def _loss(self, batch: PackedBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        log_probs, entropy = output
+    def _token_losses(self, batch: PackedBatch, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return self._policy_loss(batch, log_probs, entropy, rows).loss
+
+    def _policy_loss(self, batch: PackedBatch, log_probs: Tensor, entropy: Tensor, rows: slice) -> LossOutput:
+        """The loss of the response tokens `rows` of a micro-batch."""
         algorithm = self._config.algorithm
-        result = policy_loss(
+        correction, reference = batch.correction_weights, batch.reference_log_probs
+        return policy_loss(
             log_probs,
-            batch.old_log_probs,
-            batch.advantages,
-            batch.mask,
-            batch.loss_weights,
+            batch.old_log_probs[rows],
+            batch.advantages[rows],
+            batch.mask[rows],
+            batch.loss_weights[rows],
             algorithm,
-            correction_weights=batch.correction_weights,
-            reference_log_probs=batch.reference_log_probs,
+            correction_weights=None if correction is None else correction[rows],
+            reference_log_probs=None if reference is None else reference[rows],
             entropy=entropy if algorithm.entropy_coefficient else entropy.detach(),
         )
+
+    def _read_loss(
+        self, batch: PackedBatch, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss, log_probs, entropy = output
+        with torch.no_grad():
+            sums = self._policy_loss(batch, log_probs, entropy, slice(None)).sums
         # Three values: of two, the schedule would divide the loss by the number of micro-batches.
-        return result.loss, _no_tokens(log_probs), result.sums
+        return loss, _no_tokens(loss), sums
 
     def _sum_over_ranks(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         names = [name for name in _SUMS if name != "kl_reference" or self._reference is not None]

@@ -1,8 +1,13 @@
-"""Log-probs and entropies of response tokens from hidden states, without ever holding all logits.
+"""Log-probs and entropies of response tokens, and their gradients, without ever holding all logits.
 
-Only the positions that predict a response token are computed, a chunk of rows at a time; backward computes the
-logits of a chunk again. With the output weight split over tensor-parallel ranks, each rank computes its own columns
-and only per-token sums cross between ranks.
+Only the positions that predict a response token are computed, a chunk of rows at a time. With the output weight split
+over tensor-parallel ranks, each rank computes its own columns and only per-token numbers cross between ranks.
+
+- `response_log_probs` is a plain differentiable function. Its backward computes the logits a second time, which makes
+  four matrix products of three. Without gradient it keeps nothing.
+- `response_loss` is for training. The gradient of the logits is linear in the derivatives of the loss by each token's
+  log-prob and entropy, which the loss can tell as soon as these are known. So forward makes the gradients while the
+  logits of a chunk are still there, and backward only scales them.
 
 For logits z = h W^T / T over the vocabulary, with p = softmax(z), lse = logsumexp(z) and target y:
 log p(y) = z_y - lse, H = lse - sum p z, d log p(y) / dz = onehot(y) - p, dH / dz = -p (log p + H).
@@ -10,15 +15,26 @@ log p(y) = z_y - lse, H = lse - sum p z, d log p(y) / dz = onehot(y) - p, dH / d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22
-"""Most fp32 logits that are held at once."""
+TokenLosses = Callable[[Tensor, Tensor, slice], Tensor]
+"""(log_probs [r], entropy [r], rows) -> the summed loss of the response tokens `rows`, a differentiable scalar."""
+
+CHUNK_ELEMENTS = 40 << 20
+"""Most logits held at once. Each chunk reads the whole weight and its gradient, which tells below some 200 rows."""
+
+CACHED_ELEMENTS = 2 << 20
+"""Logits per element-wise pass on a CPU: as many as its cache keeps from one pass to the next."""
+
+BLOCK_COLUMNS = 8192
+"""Columns of the vocabulary whose weights, or gradients, are held in a second dtype at once."""
 
 
 def response_log_probs(
@@ -29,101 +45,278 @@ def response_log_probs(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
+    *,
+    reduce_hidden_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of the distribution it was drawn from, both at `temperature`.
 
     Args:
-        hidden: [T, hidden_size], the last hidden states; gradient flows here.
-        positions: int64 [R], distinct rows of `hidden`: those that predict the targets.
-        weight: [V_local, hidden_size], this rank's rows of the output weight; gradient flows here.
+        hidden: [T, hidden_size], the last hidden states, float32 or bfloat16; gradient flows here.
+        positions: int64 [R], distinct rows of `hidden`: those that predict the targets. R may be 0; it is the same on
+            all ranks of the group.
+        weight: [V_local, hidden_size] in hidden's dtype, this rank's rows of the output weight; gradient flows here.
         targets: int64 [R].
         temperature: > 0; logits are divided by it.
-        vocab_size: real vocabulary; rows of the whole weight beyond it are padding.
+        vocab_size: real vocabulary; rows of the whole weight beyond it are padding, even if a rank has no others.
         group: the tensor-parallel group that shares the weight by rows; None for one rank.
+        reduce_hidden_grad: sum the gradient of `hidden` over the group. Without it each rank gets what its own columns
+            give, for a caller that sums it itself (sequence parallelism scatters it).
 
     Returns:
         float32 [R] and float32 [R], both differentiable.
     """
-    return _ResponseLogProbs.apply(hidden, positions, weight, targets, temperature, vocab_size, group)
+    tokens = _Tokens(positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
+    return _ResponseLogProbs.apply(hidden, weight, tokens)
+
+
+def response_loss(
+    hidden: Tensor,
+    positions: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocab_size: int,
+    token_losses: TokenLosses,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reduce_hidden_grad: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of the response tokens, whose gradients are ready when it returns.
+
+    Args:
+        token_losses: called once for every chunk of consecutive response tokens. The loss of a token must not depend on
+            other tokens. A token whose log-prob and entropy have no influence on the loss leaves no trace in the
+            gradients, even if its hidden state is NaN; a chunk of such tokens costs no gradient.
+        Everything else is `response_log_probs`'s.
+
+    Returns:
+        The loss, float32 scalar, differentiable once; log-probs and entropies, float32 [R] each, detached.
+    """
+    tokens = _Tokens(positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
+    with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _ResponseLoss.apply(hidden, weight, tokens, token_losses, with_gradients)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Arguments that the public functions only hand on."""
+
+    positions: Tensor
+    targets: Tensor
+    temperature: float
+    vocab_size: int
+    group: dist.ProcessGroup | None
+    reduce_hidden_grad: bool
 
 
 class _ResponseLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        positions: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
-        rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
-        first = rank * weight.shape[0]
-        ctx.columns = min(vocab_size - first, weight.shape[0])
-        ctx.temperature, ctx.group = temperature, group if ranks > 1 else None
-        targets = targets - first
-        sums = torch.empty(3, positions.shape[0], dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(positions.shape[0], weight.shape[0]):
-            logits = _logits(hidden, positions[rows], weight[: ctx.columns], temperature)
-            sums[:, rows] = _reduce(logits, targets[rows], ctx.group)
-        target_logits, log_sum_exp, entropy = sums
-        ctx.save_for_backward(hidden, positions, weight, targets, log_sum_exp, entropy)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight)
+        ctx.tokens = tokens
         ctx.set_materialize_grads(False)
-        return target_logits - log_sum_exp, entropy.clone()
+        chunks = _Chunks(hidden, weight, tokens, with_gradients=False)
+        for rows in chunks.rows:
+            chunks.compute(rows)
+        return chunks.log_probs, chunks.entropy
 
     @staticmethod
     def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple:  # type: ignore[override]
-        hidden, positions, weight, targets, log_sum_exp, entropy = ctx.saved_tensors
-        columns = weight[: ctx.columns]
-        hidden_grad = torch.zeros_like(hidden)
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows in _chunks(positions.shape[0], weight.shape[0]):
-            log_p = _logits(hidden, positions[rows], columns, ctx.temperature) - log_sum_exp[rows, None]
-            logits_grad = torch.zeros_like(log_p)
-            p = log_p.exp()
-            if entropy_grad is not None:
-                logits_grad -= p * (log_p + entropy[rows, None]) * entropy_grad[rows, None]
-            if log_prob_grad is not None:
-                logits_grad -= p * log_prob_grad[rows, None]
-                here, column = _owned(targets[rows], ctx.columns)
-                logits_grad.scatter_add_(1, column[:, None], (log_prob_grad[rows] * here)[:, None])
-            logits_grad = (logits_grad / ctx.temperature).to(hidden.dtype)
-            hidden_grad.index_copy_(0, positions[rows], logits_grad @ columns)
-            weight_grad[: ctx.columns] += logits_grad.T @ hidden[positions[rows]]
-        if ctx.group is not None:
-            dist.all_reduce(hidden_grad, group=ctx.group)
-        return hidden_grad, None, weight_grad.to(weight.dtype), None, None, None, None
+        hidden, weight = ctx.saved_tensors
+        chunks = _Chunks(hidden, weight, ctx.tokens, with_gradients=True)
+        for rows in chunks.rows:
+            chunks.compute(rows)
+            chunks.add_gradients(
+                rows,
+                None if log_prob_grad is None else log_prob_grad[rows],
+                None if entropy_grad is None else entropy_grad[rows],
+            )
+        hidden_grad, weight_grad = chunks.gradients()
+        return _spread(hidden_grad, ctx.tokens.positions, hidden.shape), weight_grad, None
 
 
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // columns)
-    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+class _ResponseLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: _Tokens, token_losses: TokenLosses, with_gradients: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chunks = _Chunks(hidden, weight, tokens, with_gradients)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in chunks.rows:
+            chunks.compute(rows)
+            leaves = [
+                values[rows].clone().requires_grad_(with_gradients) for values in (chunks.log_probs, chunks.entropy)
+            ]
+            with torch.set_grad_enabled(with_gradients):
+                loss_of_rows = token_losses(*leaves, rows)
+            if with_gradients:
+                chunks.add_gradients(rows, *torch.autograd.grad(loss_of_rows, leaves, allow_unused=True))
+            loss += loss_of_rows.detach()
+        if with_gradients:
+            ctx.positions, ctx.shape, ctx.gradients = tokens.positions, hidden.shape, chunks.gradients()
+        ctx.mark_non_differentiable(chunks.log_probs, chunks.entropy)
+        return loss, chunks.log_probs, chunks.entropy
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor, *_: Any) -> tuple:  # type: ignore[override]
+        # Scaled in place and given away: a second backward pass finds nothing.
+        assert ctx.gradients is not None, "response_loss allows one backward pass"
+        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        return _spread(hidden_grad.mul_(loss_grad), ctx.positions, ctx.shape), weight_grad.mul_(loss_grad), *[None] * 3
 
 
-def _logits(hidden: Tensor, positions: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """fp32 [r, columns]; bf16 operands are multiplied in fp32, as rounding logits to bf16 would cost 2^-8 of them."""
-    logits = hidden[positions].float() @ weight.float().T
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Chunks:
+    """The computation proper: for each of `rows` in turn `compute` and, if wanted, `add_gradients`; then `gradients`.
+
+    Attributes:
+        rows: the chunks, as slices of the response tokens.
+        log_probs, entropy: float32 [R], as far as computed.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, tokens: _Tokens, with_gradients: bool) -> None:
+        assert hidden.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16), weight.dtype
+        rank, ranks = (tokens.group.rank(), tokens.group.size()) if tokens.group is not None else (0, 1)
+        self.hidden, self.tokens = hidden, tokens
+        self.group = tokens.group if ranks > 1 else None
+        self.first_column = rank * len(weight)
+        self.columns = min(max(tokens.vocab_size - self.first_column, 0), len(weight))
+        self.weight = weight[: self.columns]
+
+        responses = len(tokens.positions)
+        self.rows = _split(responses, CHUNK_ELEMENTS // len(weight))
+        longest = max((rows.stop - rows.start for rows in self.rows), default=0)
+        # On a GPU launches cost more than memory traffic.
+        self.cached_rows = longest if hidden.is_cuda else min(longest, max(1, CACHED_ELEMENTS // len(weight)))
+
+        def float32(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+
+        self.log_probs, self.entropy = float32(responses), float32(responses)
+        # The same memory for all chunks: to the CPU, fresh pages cost as much as a pass over them.
+        self.logits, self.scratch = float32(longest, self.columns), float32(self.cached_rows, self.columns)
+        self.computed: tuple[Tensor, ...] = ()
+        if with_gradients:
+            self.hidden_grad = hidden.new_zeros(responses, hidden.shape[1])
+            self.weight_grad = float32(*weight.shape)
+
+    def compute(self, rows: slice) -> None:
+        """Log-probs and entropies of `rows`. Leaves behind x = (logits - their maximum) / temperature."""
+        hidden, x = self.hidden[self.tokens.positions[rows]], self.logits[: rows.stop - rows.start]
+        targets = self.tokens.targets[rows] - self.first_column
+        owned = (targets >= 0) & (targets < self.columns)
+        column = targets.clamp(0, max(self.columns - 1, 0))[:, None]
+        _multiply(hidden, self.weight, x)
+        largest = x.amax(1) if self.columns else x.new_full((len(x),), -torch.inf)
+        if self.group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        sums = x.new_zeros(3, len(x))
+        target, total, weighted = sums
+        for some in self._cached(len(x)):
+            exponentials = self.scratch[: some.stop - some.start]
+            torch.exp(x[some].sub_(largest[some, None]).div_(self.tokens.temperature), out=exponentials)
+            total[some] = exponentials.sum(1)
+            weighted[some] = exponentials.mul_(x[some]).sum(1)
+        if self.columns:
+            target.copy_(torch.where(owned, x.gather(1, column)[:, 0], 0.0))
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        self.log_probs[rows] = target - total.log()
+        self.entropy[rows] = total.log() - weighted / total
+        self.computed = hidden, x, owned, column, total
+
+    def add_gradients(self, rows: slice, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> None:
+        """Add what `rows`, just computed, contribute, given the upstream gradients [r]; None for zeros."""
+        hidden, x, owned, column, total = self.computed
+        if log_prob_grad is None:
+            log_prob_grad = torch.zeros_like(total)
+        live = log_prob_grad != 0
+        if entropy_grad is not None:
+            live |= entropy_grad != 0
+        live_rows = int(live.sum())
+        if not live_rows or not self.columns:
+            return
+        # With p = exp(x) / total, the gradient of the logits is exp(x) (slope x + offset), and more at the target.
+        scale = 1 / (total * self.tokens.temperature)
+        slope, offset = None, -log_prob_grad * scale
+        if entropy_grad is not None:
+            slope = -entropy_grad * scale
+            offset += slope * (self.entropy[rows] - total.log())
+        for some in self._cached(len(x)):
+            if slope is None:
+                x[some].exp_().mul_(offset[some, None])
+            else:
+                exponentials = torch.exp(x[some], out=self.scratch[: some.stop - some.start])
+                x[some].mul_(slope[some, None]).add_(offset[some, None]).mul_(exponentials)
+        at_target = torch.where(owned, log_prob_grad / self.tokens.temperature, 0.0)
+        logits_grad = x.scatter_add_(1, column, at_target[:, None])
+        if live_rows < len(live):
+            # Zero times NaN is not zero.
+            logits_grad.masked_fill_(~live[:, None], 0.0)
+            hidden.masked_fill_(~live[:, None], 0.0)
+        self.hidden_grad[rows] = _multiply_back(logits_grad, hidden, self.weight, self.weight_grad[: self.columns])
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of the hidden states that predict, [R, hidden_size], and of the weight. Ends the computation."""
+        del self.logits, self.scratch
+        self.computed = ()
+        if self.group is not None and self.tokens.reduce_hidden_grad and self.rows:
+            dist.all_reduce(self.hidden_grad, group=self.group)
+        return self.hidden_grad, self.weight_grad.to(self.weight.dtype)
+
+    def _cached(self, rows: int) -> list[slice]:
+        return _split(rows, self.cached_rows) if self.columns else []
 
 
-def _owned(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether each target is among this rank's columns, and a column that is safe to index."""
-    return (targets >= 0) & (targets < columns), targets.clamp(0, columns - 1)
+def _split(count: int, limit: int) -> list[slice]:
+    """The fewest slices of at most `limit`, of nearly equal lengths."""
+    parts = -(-count // max(1, limit))
+    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
-def _reduce(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[3, r]: target logit, logsumexp and entropy over the whole vocabulary."""
-    here, column = _owned(targets, logits.shape[1])
-    target = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0.0)
-    largest = logits.amax(1)
-    if group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - largest[:, None]
-    exponentials = shifted.exp()
-    sums = torch.stack([target, exponentials.sum(1), (exponentials * shifted).sum(1)])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    target, total, weighted = sums
-    return torch.stack([target, total.log() + largest, total.log() - weighted / total])
+def _spread(rows: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
+    """`rows` at `positions`, zeros elsewhere."""
+    return rows.new_zeros(shape).index_copy_(0, positions, rows)
+
+
+def _multiply(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
+    """logits = hidden weight^T in float32: rounded to bfloat16, they would be off by up to 2^-9 of their size."""
+    if weight.dtype == torch.float32:
+        torch.mm(hidden, weight.T, out=logits)
+    elif weight.is_cuda:
+        torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
+    else:
+        hidden = hidden.float()
+        with _bfloat16_products():
+            for block in _split(len(weight), BLOCK_COLUMNS):
+                torch.mm(hidden, weight[block].float().T, out=logits[:, block])
+
+
+def _multiply_back(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
+    """weight_grad += logits_grad^T hidden in float32; returns logits_grad weight. bfloat16 factors, float32 sums."""
+    if weight.dtype == torch.float32:
+        weight_grad.addmm_(logits_grad.T, hidden)
+        return logits_grad @ weight
+    rounded = logits_grad.to(weight.dtype)
+    if weight.is_cuda:
+        for block in _split(len(weight), BLOCK_COLUMNS):
+            weight_grad[block] += torch.mm(rounded[:, block].T, hidden, out_dtype=torch.float32)
+    else:
+        with _bfloat16_products():
+            weight_grad.addmm_(logits_grad.T, hidden.float())
+    return rounded @ weight
+
+
+@contextlib.contextmanager
+def _bfloat16_products() -> Iterator[None]:
+    """float32 matrices whose values fit bfloat16 are multiplied as such where the CPU can, with float32 sums.
+
+    Nothing else gives float32 products of bfloat16 matrices on a CPU at the speed of bfloat16. The switch belongs to
+    the whole process: no other thread should multiply float32 matrices meanwhile.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dapo_megatron.config.schema import Config, MoEConfig, RecomputeConfig
 from dapo_megatron.megatron.attention import SDPACoreAttention
-from dapo_megatron.megatron.logprob import response_log_probs
+from dapo_megatron.megatron.logprob import TokenLosses, response_log_probs, response_loss
 from dapo_megatron.megatron.packed import PackedBatch
 from dapo_megatron.models.family import Dimensions, Family
 
@@ -47,10 +47,15 @@ class PolicyModel(GPTModel):
             # Called as a module, so that DDP's hooks see the output weight in use.
             self.output_layer.forward = self._response_log_probs
 
-    def forward(self, batch: PackedBatch, temperature: float = 1.0) -> Any:  # type: ignore[override]
-        """One micro-batch -> (log_probs, entropy), float32 [R] each; hidden states before the last stage."""
+    def forward(  # type: ignore[override]
+        self, batch: PackedBatch, temperature: float = 1.0, token_losses: TokenLosses | None = None
+    ) -> Any:
+        """One micro-batch -> (log_probs, entropy), float32 [R] each; hidden states before the last stage.
+
+        With `token_losses` (see logprob.response_loss) -> (loss, log_probs, entropy), where only the loss has gradients.
+        """
         hidden = self.hidden_states(batch)
-        return self.output_layer(hidden, batch, temperature) if self.post_process else hidden
+        return self.output_layer(hidden, batch, temperature, token_losses) if self.post_process else hidden
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """[T, 1, hidden_size], after the final norm on the last stage; with sequence parallelism this rank's part."""
@@ -78,19 +83,25 @@ class PolicyModel(GPTModel):
         """Ends GPTModel.forward where it would compute the logits of every position."""
         return hidden_states
 
-    def _response_log_probs(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.config.sequence_parallel:
-            # Every rank has the whole gradient of the hidden states, summed by the function: it keeps its part.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return response_log_probs(
+    def _response_log_probs(
+        self, hidden: Tensor, batch: PackedBatch, temperature: float, token_losses: TokenLosses | None
+    ) -> tuple[Tensor, ...]:
+        sequence_parallel = self.config.sequence_parallel
+        if sequence_parallel:
+            # Its backward pass sums the ranks' gradients and gives each rank its part.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        tokens = (
             hidden.flatten(0, 1),
             batch.response_positions,
             self.output_weight(),
             batch.targets,
             temperature,
             self.real_vocab_size,
-            self.pg_collection.tp,
         )
+        group = self.pg_collection.tp
+        if token_losses is None:
+            return response_log_probs(*tokens, group, reduce_hidden_grad=not sequence_parallel)
+        return response_loss(*tokens, token_losses, group, reduce_hidden_grad=not sequence_parallel)
 
 
 def build_chunks(family: Family, dimensions: Dimensions, config: Config, params_dtype: torch.dtype) -> list[PolicyModel]:

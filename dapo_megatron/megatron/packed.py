@@ -145,7 +145,16 @@ def pack(
         position_ids=to_device(positions[held], torch.int64)[None],
         padding=to_device(padding[held], torch.bool)[None],
         sequences=BlockedSeqParams(
-            "thd", cu_seqlens, cu_seqlens, None, None, longest, longest, blocks=blocks, context=context
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            # Transformer Engine deals out these; padding is part of the sequences here.
+            cu_seqlens_q_padded=cu_seqlens if context else None,
+            cu_seqlens_kv_padded=cu_seqlens if context else None,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            blocks=blocks,
+            context=context,
         ),
         response_positions=to_device(response_positions[places], torch.int64),
         targets=to_device(tokens[predicted[places]], torch.int64),

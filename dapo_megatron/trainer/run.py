@@ -9,6 +9,7 @@ from typing import Any
 
 from dapo_megatron.config.schema import Config
 from dapo_megatron.data.prompts import PromptStream, load_prompts
+from dapo_megatron.models.family import Dimensions
 from dapo_megatron.sampling.engine_pool import EnginePool
 from dapo_megatron.sampling.group_sampler import GroupSampler, Scorer
 from dapo_megatron.trainer.evaluate import EvaluationSet, evaluate, load_evaluation_sets
@@ -36,6 +37,7 @@ class Problems:
 
 async def train(
     config: Config,
+    dimensions: Dimensions,
     problems: Problems,
     run_directory: RunDirectory,
     training: TrainingGroup,
@@ -48,6 +50,7 @@ async def train(
     stream = PromptStream(problems.train.prompts, config.trainer.seed, config.data.shuffle)
     runner = StepRunner(
         config,
+        dimensions,
         GroupSampler(config, stream, pool, scorer),
         training,
         engines,

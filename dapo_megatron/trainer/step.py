@@ -21,8 +21,10 @@ from dapo_megatron.data.batch import (
     score_groups,
     set_old_log_probs,
 )
-from dapo_megatron.data.packing import plan_micro_batches
+from dapo_megatron.data.packing import alignment_of, plan_micro_batches
 from dapo_megatron.data.types import TrainingSample
+from dapo_megatron.models.family import Dimensions
+from dapo_megatron.models.flops import sequence_cost, training_flops
 from dapo_megatron.sampling.group_sampler import GroupSampler, SampledStep
 from dapo_megatron.trainer.records import sample_record
 from dapo_megatron.trainer.roles import RolloutEngine, TrainingGroup
@@ -68,6 +70,7 @@ class StepRunner:
     def __init__(
         self,
         config: Config,
+        dimensions: Dimensions,
         sampler: GroupSampler,
         training: TrainingGroup,
         engines: Sequence[RolloutEngine],
@@ -75,6 +78,7 @@ class StepRunner:
     ) -> None:
         self.policy_version = 0
         self._config = config
+        self._dimensions = dimensions
         self._sampler = sampler
         self._training = training
         self._engines = engines
@@ -108,6 +112,7 @@ class StepRunner:
         metrics |= sampled.metrics()
         metrics |= clock.metrics()
         metrics |= _throughput_metrics(samples, metrics)
+        metrics |= self._update_flops_metrics(updates, clock)
         return StepResult(metrics, _records(step, sampled, scored))
 
     async def _set_old_log_probs(self, updates: list[list[TrainingSample]]) -> None:
@@ -135,7 +140,7 @@ class StepRunner:
         results = []
         for _ in range(self._config.trainer.epochs):
             for samples in updates:
-                if not any(sample.loss_weight for sample in samples):
+                if not _has_trained_token(samples):
                     logger.warning("step %d: an update without a trained token is skipped", step)
                     results.append({"skipped": 1.0})
                     continue
@@ -145,11 +150,28 @@ class StepRunner:
         return results
 
     def _plan(self, samples: list[TrainingSample]) -> list[list[list[int]]]:
+        parallel = self._config.parallel
         return plan_micro_batches(
             [sample.total_tokens for sample in samples],
             self._training.data_parallel_size,
-            self._config.parallel.max_tokens_per_micro_batch,
+            parallel.max_tokens_per_micro_batch,
+            alignment=alignment_of(self._config),
+            cost=sequence_cost(self._dimensions),
+            count_multiple=parallel.pipeline if parallel.virtual_pipeline else 1,
+            packing=parallel.packing,
         )
+
+    def _update_flops_metrics(self, updates: list[list[TrainingSample]], clock: PhaseClock) -> dict[str, float]:
+        """What the model's own arithmetic made of the update phase: all devices together, and of their peak."""
+        lengths = [sample.total_tokens for update in updates if _has_trained_token(update) for sample in update]
+        flops = self._config.trainer.epochs * training_flops(self._dimensions, lengths)
+        metrics = {"throughput/update_flops_per_s": flops / clock.seconds["update"]}
+        peak = self._config.trainer.peak_flops_per_device
+        if peak is not None:
+            parallel = self._config.parallel
+            devices = parallel.data * parallel.tensor * parallel.pipeline * parallel.context
+            metrics["throughput/mfu"] = metrics["throughput/update_flops_per_s"] / (devices * peak)
+        return metrics
 
     def _mismatch_metrics(self, samples: list[TrainingSample]) -> dict[str, float]:
         if self._config.algorithm.old_log_probs is OldLogProbs.rollout:
@@ -161,6 +183,10 @@ class StepRunner:
             [sample.rollout_log_probs for sample in trained],
             self._config.algorithm.correction,
         )
+
+
+def _has_trained_token(samples: list[TrainingSample]) -> bool:
+    return any(sample.loss_weight for sample in samples)
 
 
 def _reward_metrics(sampled: SampledStep, scored: list[ScoredGroup]) -> dict[str, float]:

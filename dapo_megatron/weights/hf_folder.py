@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
@@ -110,6 +108,9 @@ class HFFolder:
         return dict.fromkeys(self._open(single).keys(), single)
 
     def _open(self, file: Path) -> Any:
+        # Imported where it is used: an actor whose weights come from elsewhere needs torch and megatron-core only.
+        from safetensors import SafetensorError, safe_open
+
         if file not in self._files:
             try:
                 self._files[file] = safe_open(file, framework="pt")
@@ -151,6 +152,8 @@ def write_hf_folder(
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: float) -> set[torch.dtype]:
+    from safetensors.torch import save_file
+
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()

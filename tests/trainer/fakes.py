@@ -10,8 +10,18 @@ import numpy as np
 
 from dapo_megatron.config.schema import Config, SamplingConfig
 from dapo_megatron.data.types import ActorPlan, Group, Sample, TrainingSample, Verdict
+from dapo_megatron.models.registry import family_of
 
 LOG_PROB = -1.5
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+}
+DIMENSIONS = family_of(HF_CONFIG).dimensions(HF_CONFIG)
 
 
 class FakeEngine:
@@ -52,6 +62,7 @@ class FakeTraining:
     def __init__(self, calls: list[str], engine: FakeEngine) -> None:
         self._calls = calls
         self._engine = engine
+        self.plans: list[ActorPlan] = []
         self.updates: list[list[TrainingSample]] = []
 
     async def log_probs(self, plan: ActorPlan, *, reference: bool = False) -> list[list[list[np.ndarray]]]:
@@ -63,6 +74,7 @@ class FakeTraining:
     async def update(self, plan: ActorPlan, *, step: int) -> dict[str, float]:
         assert len(plan) == self.data_parallel_size and len({len(share) for share in plan}) == 1
         self._calls.append("update")
+        self.plans.append(plan)
         samples = [s for share in plan for members in share for s in members]
         self.updates.append(samples)
         tokens = float(sum(s.response_tokens for s in samples if s.trained))

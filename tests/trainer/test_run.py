@@ -11,12 +11,13 @@ import pytest
 
 from dapo_megatron.config.schema import Config, OldLogProbs
 from dapo_megatron.data.types import Prompt
+from dapo_megatron.models.flops import training_flops
 from dapo_megatron.sampling.group_sampler import Scorer
 from dapo_megatron.trainer.evaluate import EvaluationSet, pass_at_k
 from dapo_megatron.trainer.progress import Progress
 from dapo_megatron.trainer.run import train
 from dapo_megatron.trainer.tracking import RunDirectory
-from tests.trainer.fakes import FakeEngine, FakeTraining, ParityScorer, SilentScorer, small_config
+from tests.trainer.fakes import DIMENSIONS, FakeEngine, FakeTraining, ParityScorer, SilentScorer, small_config
 
 PROMPTS = [Prompt(str(i), (i, 7), f"{i}?", str(i)) for i in range(11)]
 
@@ -30,7 +31,9 @@ def run(config: Config, folder: Path, scorer: Scorer | None = None) -> tuple[Run
         train=SimpleNamespace(prompts=PROMPTS), evaluation=[EvaluationSet("held", PROMPTS[:5], 2)]
     )
     with Progress(config.trainer.steps, live=False) as progress:
-        asyncio.run(train(config, problems, directory, training, [engine], scorer or ParityScorer(), progress))
+        asyncio.run(
+            train(config, DIMENSIONS, problems, directory, training, [engine], scorer or ParityScorer(), progress)
+        )
     return directory, training, calls
 
 
@@ -51,6 +54,32 @@ def test_updates_hold_the_batch_in_stream_order_with_whole_denominators(tmp_path
         assert sum(s.loss_weight * s.response_tokens for s in samples) == pytest.approx(1.0)
         assert all(s.loss_weight == pytest.approx(1 / trained) for s in samples)
         assert all(s.old_log_probs is not None and len(s.old_log_probs) == s.response_tokens for s in samples)
+
+
+def test_plans_follow_the_layout_and_the_cap(tmp_path: Path) -> None:
+    config = small_config()
+    config.parallel.pipeline = config.parallel.virtual_pipeline = 2
+    config.parallel.context = 2
+    config.parallel.max_tokens_per_micro_batch = 24
+    _, training, _ = run(config, tmp_path)
+    for plan in training.plans:
+        assert {len(share) % 2 for share in plan} == {0}
+        for members in (members for share in plan for members in share):
+            assert sum(-(-sample.total_tokens // 4) * 4 for sample in members) <= 24
+
+
+def test_update_flops_are_those_of_the_model_and_mfu_needs_a_known_peak(tmp_path: Path) -> None:
+    config = small_config()
+    config.trainer.steps = 1
+    directory, training, _ = run(config, tmp_path / "unknown")
+    line = directory.read_metrics()[-1]
+    flops = sum(training_flops(DIMENSIONS, [s.total_tokens for s in samples]) for samples in training.updates)
+    assert line["throughput/update_flops_per_s"] * line["timing_s/update"] == pytest.approx(flops)
+    assert "throughput/mfu" not in line
+    config.trainer.peak_flops_per_device = 1e9
+    config.parallel.data = 2
+    line = run(config, tmp_path / "known")[0].read_metrics()[-1]
+    assert line["throughput/mfu"] == pytest.approx(line["throughput/update_flops_per_s"] / 2e9)
 
 
 def test_overlong_filtering_masks_truncated_samples(tmp_path: Path) -> None:
