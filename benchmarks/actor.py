@@ -12,8 +12,8 @@ included, in every contender:
   hf_sorted          the same with samples sorted by length, so that little is padded
 
 Contenders alternate; times are medians. FLOP/s count what the model needs for the real tokens, padding excluded
-(models/flops.py), so that they compare like the times. `difference` is what shows that both compute the same: the
-relative difference of the gradient norm, and the difference of the loss, of the actor and the HF loop at the first update.
+(models/flops.py), so that they compare like the times. `difference` shows that both compute the same: the relative one
+of the gradient norm, and that of the loss, of the actor and the HF loop at the first update.
 
     python benchmarks/actor.py [--threads 2] [--repeats 5]
 """
@@ -188,8 +188,8 @@ def main() -> None:
     padded = [with_padding(batch) for batch in in_order]
     with tempfile.TemporaryDirectory() as folder:
         Qwen2ForCausalLM(MODEL).save_pretrained(folder)
-        actor = make_actor(folder, arguments.threads)
         hf = HFLoop(folder)
+        actor = make_actor(folder, arguments.threads)
 
     # The first update of each warms up, and shows that they compute the same.
     result, (loss, norm) = actor.update(packed, step=1), hf.update(in_order)

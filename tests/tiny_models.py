@@ -139,7 +139,7 @@ def _free_port() -> int:
 
 
 def layout_model(name: str) -> PreTrainedModel:
-    """Sizes that two tensor-parallel ranks and four pipeline stages divide: `qwen2`, `qwen2 tied`, `qwen3`, `qwen3_moe`."""
+    """Sizes that two tensor-parallel ranks and four stages divide; names: qwen2, `qwen2 tied`, qwen3, qwen3_moe."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB_SIZE,

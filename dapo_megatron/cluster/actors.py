@@ -4,6 +4,7 @@ are what the trainer sees (`TrainingGroup`, `RolloutEngine` in trainer/roles.py)
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import socket
 from collections.abc import Sequence
@@ -18,13 +19,17 @@ from dapo_megatron.cluster.waiting import answer, answers
 from dapo_megatron.config.schema import Config, SamplingConfig
 from dapo_megatron.data.types import ActorPlan, Sample, TrainingSample
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands in the layout: its share of the data, and whether it is the one that answers for it."""
+    """Where a rank stands in the layout: its share of the data, and whether it is the one that answers for it; and
+    which kernels it uses."""
 
     data_parallel_rank: int
     answers_for_share: bool
+    kernels: str
 
 
 class TrainingRank:
@@ -44,7 +49,7 @@ class TrainingRank:
             return host, probe.getsockname()[1]
 
     def start(self, master_address: str, master_port: int) -> RankPlace:
-        """Join the process group and build the model."""
+        """Join the process group, build the model, and leave the device to the engines."""
         from dapo_megatron.megatron.actor import MegatronActor
 
         self._actor = MegatronActor(
@@ -55,7 +60,8 @@ class TrainingRank:
             master_address=master_address,
             master_port=master_port,
         )
-        return RankPlace(self._actor.data_parallel_rank, self._actor.answers_for_share)
+        self._actor.offload(self._config.cluster.offload)
+        return RankPlace(self._actor.data_parallel_rank, self._actor.answers_for_share, str(self._actor.kernels))
 
     def connect(self, engine_handles: list[Any]) -> None:
         """Set up the weight transfer into the engines."""
@@ -77,6 +83,14 @@ class TrainingRank:
     def update(self, micro_batches: list[list[TrainingSample]], step: int) -> dict[str, float]:
         """See MegatronActor.update."""
         return self._actor.update(micro_batches, step=step)
+
+    def offload(self, phases: list[str]) -> dict[str, int]:
+        """See MegatronActor.offload."""
+        return self._actor.offload(phases)
+
+    def reload(self, phases: list[str]) -> dict[str, int]:
+        """See MegatronActor.reload."""
+        return self._actor.reload(phases)
 
     def sync_weights(self, policy_version: int) -> None:
         """Send all weights to the engines."""
@@ -100,6 +114,7 @@ class RayTrainingGroup:
         """Build the model on every rank."""
         address = await answer(self._ranks[0].rendezvous.remote(), "training rank 0", "rendezvous", deadline_s)
         self._places = await self._on_all_ranks("start", *address, deadline_s=deadline_s)
+        logger.info("kernels of the training actors: %s", self._places[0].kernels)
 
     async def connect(self, engine_handles: list[Any], deadline_s: float) -> None:
         """Set up the weight transfer; the engines must be up."""
@@ -112,6 +127,14 @@ class RayTrainingGroup:
     async def update(self, plan: ActorPlan, *, step: int) -> dict[str, float]:
         """See TrainingGroup.update."""
         return self._by_share(await self._on_shares("update", plan, step))[0]
+
+    async def offload(self, phases: Sequence[str]) -> dict[str, int]:
+        """See TrainingGroup.offload."""
+        return _largest(await self._on_all_ranks("offload", list(phases)))
+
+    async def reload(self, phases: Sequence[str]) -> dict[str, int]:
+        """See TrainingGroup.reload."""
+        return _largest(await self._on_all_ranks("reload", list(phases)))
 
     async def sync_weights(self, policy_version: int) -> None:
         """See TrainingGroup.sync_weights."""
@@ -142,6 +165,10 @@ class RayTrainingGroup:
             if place.answers_for_share
         }
         return [found[share] for share in range(self.data_parallel_size)]
+
+
+def _largest(of_ranks: list[dict[str, int]]) -> dict[str, int]:
+    return {phase: max(sizes[phase] for sizes in of_ranks) for phase in of_ranks[0]}
 
 
 class RayEngine:

@@ -549,6 +549,9 @@ class ClusterConfig:
     cpu_threads_per_actor: int = 2
     """Threads of a training actor on a CPU host."""
 
+    offload: list[str] = field(default_factory=lambda: ["params", "grads", "optimizer", "reference"])
+    """What of the training actors leaves the device while the engines generate. On a CPU only `grads` can."""
+
     start_deadline_s: float = 600.0
     """Longest wait for actors and engines to start."""
 

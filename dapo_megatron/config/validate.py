@@ -27,6 +27,8 @@ from dapo_megatron.config.schema import (
 
 PACKAGE_PREFIX = "package:"
 
+OFFLOAD_PHASES = ("params", "grads", "optimizer", "reference")
+
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 _AT_LEAST: dict[str, float] = {
@@ -197,6 +199,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = _get(config, path)
         if value not in choices:
             yield f"{path}={value!r} is not one of: {', '.join(choices)}"
+    for phase in config.cluster.offload:
+        if phase not in OFFLOAD_PHASES:
+            yield f"cluster.offload: {phase!r} is not one of: {', '.join(OFFLOAD_PHASES)}"
     for module in config.parallel.recompute.modules:
         if module not in RECOMPUTE_MODULES:
             yield f"parallel.recompute.modules: {module!r} is not one of: {', '.join(RECOMPUTE_MODULES)}"

@@ -28,7 +28,9 @@ from dapo_megatron.algorithm.loss import LossOutput, policy_loss
 from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.data.types import TrainingSample
+from dapo_megatron.megatron.kernels import Kernels, kernels_in_use
 from dapo_megatron.megatron.model import balance_experts, build_chunks
+from dapo_megatron.megatron.offload import OffloadableState
 from dapo_megatron.megatron.optimizer import build_optimizer, learning_rate
 from dapo_megatron.megatron.packed import ContextPlace, PackedBatch, pack
 from dapo_megatron.models.registry import family_of
@@ -89,6 +91,7 @@ class MegatronActor:
         self._reference: list[Tensor] | None = None
         if config.algorithm.kl.coefficient > 0:
             self._reference = [parameter.detach().clone() for _, parameter in named_local_parameters(self.chunks)]
+        self._state = OffloadableState(self.chunks, self._optimizer, self._reference or ())
         self._skipped_in_a_row = 0
         self._alignment = alignment_of(config)
 
@@ -106,6 +109,19 @@ class MegatronActor:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
+    @property
+    def kernels(self) -> Kernels:
+        """Which library's kernels serve."""
+        return kernels_in_use(self.chunks, self._optimizer)
+
+    def offload(self, phases: Sequence[str]) -> dict[str, int]:
+        """Free the device memory of phases; phase -> bytes freed (see OffloadableState)."""
+        return self._state.offload(phases)
+
+    def reload(self, phases: Sequence[str]) -> dict[str, int]:
+        """Bring phases back; phase -> bytes taken."""
+        return self._state.reload(phases)
+
     def log_probs(self, micro_batches: MicroBatches, *, reference: bool = False) -> list[list[np.ndarray]]:
         """Log-probs of the response tokens at the sampling temperature.
 
@@ -115,7 +131,11 @@ class MegatronActor:
 
         Returns:
             float32 [R] for each sample, nested as given; empty lists before the last pipeline stage.
+
+        Raises:
+            RuntimeError: the parameters are offloaded.
         """
+        self._state.require("params", *(["reference"] if reference else []))
         with self._reference_weights() if reference else contextlib.nullcontext(), torch.no_grad():
             results = self._run(micro_batches, _collect_log_probs, forward_only=True)
         return results if results else [[] for _ in micro_batches]
@@ -133,8 +153,10 @@ class MegatronActor:
             algorithm/loss.py's sums over all ranks, and grad_norm, lr, skipped (0 or 1).
 
         Raises:
-            RuntimeError: `optimizer.max_skipped_updates` non-finite gradient norms in a row.
+            RuntimeError: `optimizer.max_skipped_updates` non-finite gradient norms in a row; or something that an
+                update needs is offloaded.
         """
+        self._state.require("params", "grads", "optimizer")
         lr = learning_rate(self._config.optimizer, step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -158,7 +180,9 @@ class MegatronActor:
 
         Raises:
             ValueError: the folder exists.
+            RuntimeError: the parameters are offloaded.
         """
+        self._state.require("params")
         source = MegatronWeightSource(self.chunks, self.family, self.dimensions)
         if dist.get_rank() == 0:
             write_hf_folder(Path(folder), source, self._source)

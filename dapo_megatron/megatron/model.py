@@ -39,7 +39,9 @@ class PolicyModel(GPTModel):
         Everything else is GPTModel's.
     """
 
-    def __init__(self, config: TransformerConfig, spec: TransformerBlockSubmodules, vocab_size: int, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, spec: TransformerBlockSubmodules, vocab_size: int, **kwargs: Any
+    ) -> None:
         ranks = config.tensor_model_parallel_size
         super().__init__(config, spec, -(-vocab_size // ranks) * ranks, **kwargs)
         self.real_vocab_size = vocab_size
@@ -52,7 +54,7 @@ class PolicyModel(GPTModel):
     ) -> Any:
         """One micro-batch -> (log_probs, entropy), float32 [R] each; hidden states before the last stage.
 
-        With `token_losses` (see logprob.response_loss) -> (loss, log_probs, entropy), where only the loss has gradients.
+        With `token_losses` (see logprob.response_loss) -> (loss, log_probs, entropy); only the loss has gradients.
         """
         hidden = self.hidden_states(batch)
         return self.output_layer(hidden, batch, temperature, token_losses) if self.post_process else hidden
@@ -104,7 +106,9 @@ class PolicyModel(GPTModel):
         return response_loss(*tokens, token_losses, group, reduce_hidden_grad=not sequence_parallel)
 
 
-def build_chunks(family: Family, dimensions: Dimensions, config: Config, params_dtype: torch.dtype) -> list[PolicyModel]:
+def build_chunks(
+    family: Family, dimensions: Dimensions, config: Config, params_dtype: torch.dtype
+) -> list[PolicyModel]:
     """This rank's model chunks with uninitialised weights. Megatron's process groups must exist."""
     on_cuda = torch.cuda.is_available()
     transformer_engine = on_cuda and importlib.util.find_spec("transformer_engine") is not None
@@ -226,9 +230,7 @@ def layer_spec(
     transformer: TransformerConfig, transformer_engine: bool, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's stage: Transformer Engine's, or core's local ones with SDPA and torch's norms."""
-    block = get_gpt_decoder_block_spec(
-        transformer, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage
-    )
+    block = get_gpt_decoder_block_spec(transformer, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     if transformer_engine:
         return block
     block = copy.deepcopy(block)  # layers of one kind share a spec

@@ -108,7 +108,7 @@ def pack(
         [np.arange(s + p, s + c) for s, p, c in zip(starts, prompts, counts, strict=False)], dtype=np.int64
     )
 
-    held = zigzag(lengths, place.rank, place.ranks) if place.ranks > 1 else np.arange(ends[-1])
+    held = zigzag(lengths.tolist(), place.rank, place.ranks) if place.ranks > 1 else np.arange(ends[-1])
     local = np.full(ends[-1], -1)
     local[held] = np.arange(len(held))
     response_positions = local[predicted - 1]

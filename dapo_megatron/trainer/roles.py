@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,12 @@ class TrainingGroup(Protocol):
 
     async def update(self, plan: ActorPlan, *, step: int) -> dict[str, float]:
         """One optimizer update; the loss sums of algorithm/loss.py over all ranks, and grad_norm, lr, skipped."""
+
+    async def offload(self, phases: Sequence[str]) -> dict[str, int]:
+        """Free the device memory of `params`, `grads`, `optimizer`, `reference`; bytes freed on the fullest rank."""
+
+    async def reload(self, phases: Sequence[str]) -> dict[str, int]:
+        """Bring phases back; bytes taken on the fullest rank."""
 
     async def sync_weights(self, policy_version: int) -> None:
         """Bring the engines to the actors' weights; afterwards they sample as `policy_version`."""

@@ -96,13 +96,17 @@ class StepRunner:
             for engine in self._engines:
                 await engine.release()
         with clock.phase("old_log_probs"):
+            await self._training.reload(["params", "reference"])
             await self._set_old_log_probs(updates)
         with clock.phase("update"):
+            await self._training.reload(["grads", "optimizer"])
             update_results = await self._update(updates, step)
+            freed_bytes = await self._offload("grads", "optimizer", "reference")
         with clock.phase("sync"):
             for engine in self._engines:
                 await engine.restore()
             await self._training.sync_weights(self.policy_version)
+            freed_bytes |= await self._offload("params")
 
         samples = [sample for update in updates for sample in update]
         metrics: dict[str, float] = {"step": step, "update": self.policy_version}
@@ -111,9 +115,15 @@ class StepRunner:
         metrics |= self._mismatch_metrics(samples)
         metrics |= sampled.metrics()
         metrics |= clock.metrics()
+        metrics |= {f"memory_bytes/freed_{phase}": size for phase, size in freed_bytes.items()}
         metrics |= _throughput_metrics(samples, metrics)
         metrics |= self._update_flops_metrics(updates, clock)
         return StepResult(metrics, _records(step, sampled, scored))
+
+    async def _offload(self, *phases: str) -> dict[str, int]:
+        """Free what of `phases` the configuration lets go while the engines generate."""
+        chosen = [phase for phase in phases if phase in self._config.cluster.offload]
+        return await self._training.offload(chosen) if chosen else {}
 
     async def _set_old_log_probs(self, updates: list[list[TrainingSample]]) -> None:
         samples = [sample for update in updates for sample in update]

@@ -4,7 +4,6 @@ of one rank."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +68,7 @@ LAYOUTS = {
 
 def PLAN_OPTIONS(config, multiple):
     import inspect
+
     if "alignment" in inspect.signature(plan_micro_batches).parameters:
         return {"alignment": alignment_of(config), "count_multiple": multiple}
     return {}
@@ -159,7 +159,11 @@ def gather(ranks: list[dict[str, Any]], actor: Any) -> dict[str, np.ndarray]:
     """Full gradients from the shards of all ranks, by the family's table alone."""
     full = {}
     for mapping in actor.family.tensors(actor.dimensions):
-        shards = {r["tensor"]: torch.from_numpy(r["gradients"][mapping.megatron]) for r in ranks if mapping.megatron in r["gradients"]}
+        shards = {
+            r["tensor"]: torch.from_numpy(r["gradients"][mapping.megatron])
+            for r in ranks
+            if mapping.megatron in r["gradients"]
+        }
         if not shards:
             continue
         split = mapping.split

@@ -82,6 +82,14 @@ class FakeTraining:
         sums |= {"clip_low": 0.0, "clip_high": 1.0, "clip_dual": 0.0}
         return sums | {"grad_norm": 3.0, "lr": 1e-4, "skipped": 0.0}
 
+    async def offload(self, phases: Sequence[str]) -> dict[str, int]:
+        self._calls += [f"offload {phase}" for phase in phases]
+        return dict.fromkeys(phases, 8)
+
+    async def reload(self, phases: Sequence[str]) -> dict[str, int]:
+        self._calls += [f"reload {phase}" for phase in phases]
+        return dict.fromkeys(phases, 0)
+
     async def sync_weights(self, policy_version: int) -> None:
         self._calls.append("sync")
         self._engine.policy_version = policy_version
