@@ -11,9 +11,9 @@ included, in every contender:
                      all logits
   hf_sorted          the same with samples sorted by length, so that little is padded
 
-Contenders alternate; times are medians. FLOP/s count what the model needs for the real tokens, padding excluded
-(models/flops.py), so that they compare like the times. `difference` shows that both compute the same: the relative one
-of the gradient norm, and that of the loss, of the actor and the HF loop at the first update.
+Contenders take turns; times are medians, `over_packed` medians over turns. FLOP/s count what the model needs for the
+real tokens (models/flops.py), so that they compare like the times. `difference` shows that both compute the same: the
+relative one of the gradient norm, and that of the loss, of the actor and the HF loop at the first update.
 
     python benchmarks/actor.py [--threads 2] [--repeats 5]
 """
@@ -160,15 +160,20 @@ def make_actor(folder: str, threads: int) -> Any:
     return MegatronActor(config, folder, rank=0, world_size=1, master_address="127.0.0.1", master_port=port)
 
 
-def medians(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each, measured in turns."""
+def measure(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds of each, and the median over turns of its time over that of the first in the same turn."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, run in contenders.items():
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    first = next(iter(seconds.values()))
+    over_first = {name: [a / b for a, b in zip(each, first, strict=True)] for name, each in seconds.items()}
+    return {
+        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        "over_packed": {name: statistics.median(each) for name, each in over_first.items()},
+    }
 
 
 def main() -> None:
@@ -195,7 +200,7 @@ def main() -> None:
     result, (loss, norm) = actor.update(packed, step=1), hf.update(in_order)
     difference = {"grad_norm": abs(result["grad_norm"] / norm - 1), "loss": abs(result["loss"] - loss)}
 
-    update_s = medians(
+    update = measure(
         {
             "packed": lambda: actor.update(packed, step=1),
             "padded": lambda: actor.update(padded, step=1),
@@ -204,7 +209,7 @@ def main() -> None:
         },
         arguments.repeats,
     )
-    log_probs_s = medians(
+    log_probs = measure(
         {
             "packed": lambda: actor.log_probs(packed),
             "padded": lambda: actor.log_probs(padded),
@@ -218,23 +223,17 @@ def main() -> None:
         name: sum(len(batch) * max(sample.total_tokens for sample in batch) for batch in batches)
         for name, batches in {"packed": [[s] for s in samples], "hf": in_order, "hf_sorted": by_length}.items()
     }
-    print(
-        json.dumps(
-            {
-                "tokens_with_padding": computed,
-                "difference": difference,
-                "update_s": update_s,
-                "log_probs_s": log_probs_s,
-                "update_tokens_per_s": {name: sum(lengths) / each for name, each in update_s.items()},
-                "update_gflop_per_s": {name: flops / each / 1e9 for name, each in update_s.items()},
-                "update_time_over_packed": {name: each / update_s["packed"] for name, each in update_s.items()},
-                "log_probs_time_over_packed": {
-                    name: each / log_probs_s["packed"] for name, each in log_probs_s.items()
-                },
-            },
-            indent=2,
-        )
-    )
+    rates = {name: sum(lengths) / each for name, each in update["seconds"].items()}
+    update["tokens_per_s"] = rates
+    update["gflop_per_s"] = {name: rate * flops / sum(lengths) / 1e9 for name, rate in rates.items()}
+    report = {
+        "tokens_with_padding": computed,
+        "difference": difference,
+        "targets": {"update over_packed hf": 1.0},
+        "update": update,
+        "log_probs": log_probs,
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -26,15 +26,21 @@ from dapo_megatron.data.types import TrainingSample
 VOCAB_SIZE = 37
 
 
-def tiny_model(family: str, tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A float32 model whose every parameter is far from its neutral value; head_dim is not hidden_size / heads."""
+def tiny_model(family: str, tied: bool, seed: int = 0, layers: int = 3) -> PreTrainedModel:
+    """A float32 model whose every parameter is far from its neutral value; head_dim is not hidden_size / heads.
+
+    Names: qwen2, qwen3, qwen3_moe (3 layers unless told), llama (2 layers).
+    """
     torch.manual_seed(seed)
-    if family == "qwen2":
+    model: PreTrainedModel
+    if family in ("qwen3", "qwen3_moe"):
+        model = _tiny_qwen3(family, tied, layers)
+    elif family == "qwen2":
         config = Qwen2Config(
             vocab_size=VOCAB_SIZE,
             hidden_size=40,
             intermediate_size=56,
-            num_hidden_layers=3,
+            num_hidden_layers=layers,
             num_attention_heads=6,
             num_key_value_heads=2,
             head_dim=10,
@@ -43,7 +49,7 @@ def tiny_model(family: str, tied: bool, seed: int = 0) -> PreTrainedModel:
             max_position_embeddings=128,
             tie_word_embeddings=tied,
         )
-        model: PreTrainedModel = Qwen2ForCausalLM(config)
+        model = Qwen2ForCausalLM(config)
     else:
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE,
@@ -66,6 +72,26 @@ def tiny_model(family: str, tied: bool, seed: int = 0) -> PreTrainedModel:
             else:
                 parameter.normal_(0, 0.15)
     return model.eval()
+
+
+def _tiny_qwen3(family: str, tied: bool, layers: int) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 40,
+        "intermediate_size": 56,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+    }
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": not tied}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
 
 
 def save(model: PreTrainedModel, folder: Path) -> str:

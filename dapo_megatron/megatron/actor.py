@@ -135,7 +135,7 @@ class MegatronActor:
         Raises:
             RuntimeError: the parameters are offloaded.
         """
-        self._state.require("params", *(["reference"] if reference else []))
+        self._state.require("params")
         with self._reference_weights() if reference else contextlib.nullcontext(), torch.no_grad():
             results = self._run(micro_batches, _collect_log_probs, forward_only=True)
         return results if results else [[] for _ in micro_batches]
@@ -180,15 +180,14 @@ class MegatronActor:
 
         Raises:
             ValueError: the folder exists.
-            RuntimeError: the parameters are offloaded.
         """
-        self._state.require("params")
         source = MegatronWeightSource(self.chunks, self.family, self.dimensions)
-        if dist.get_rank() == 0:
-            write_hf_folder(Path(folder), source, self._source)
-        elif parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            for _ in source:  # the other side of the gathers
-                pass
+        with self._state.on_device("params"):
+            if source.yields:
+                write_hf_folder(Path(folder), source, self._source)
+            else:
+                for _ in source:  # sends what this rank holds
+                    pass
         dist.barrier()
 
     def _run(self, micro_batches: MicroBatches, read_output: Callable, *, forward_only: bool) -> list:
@@ -282,11 +281,12 @@ class MegatronActor:
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise ValueError("there is no reference policy: algorithm.kl.coefficient is 0")
-        self._swap_reference()
-        try:
-            yield
-        finally:
+        with self._state.on_device("reference"):
             self._swap_reference()
+            try:
+                yield
+            finally:
+                self._swap_reference()
 
     @torch.no_grad()
     def _swap_reference(self) -> None:
@@ -328,7 +328,7 @@ def _wrap(chunks: Sequence[Any], config: Config) -> list[Any]:
     """Megatron's DDP around each chunk, and what the schedules must know of it."""
     parallel = config.parallel
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "float32",
         use_distributed_optimizer=config.optimizer.distributed,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,8 @@ def _on_cpu(function: Callable) -> Callable:
 
 def _redirect_tensor_creation() -> None:
     """Core writes device="cuda" into factories; a TorchFunctionMode would not reach its other threads."""
+    # A device context tells factories by identity, from a set that it fills at first use: it must know the originals.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW_METHODS:

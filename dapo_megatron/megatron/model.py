@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dapo_megatron.config.schema import Config, MoEConfig, RecomputeConfig
 from dapo_megatron.megatron.attention import SDPACoreAttention
+from dapo_megatron.megatron.kernels import rms_norm_class
 from dapo_megatron.megatron.logprob import TokenLosses, response_log_probs, response_loss
 from dapo_megatron.megatron.packed import PackedBatch
 from dapo_megatron.models.family import Dimensions, Family
@@ -217,8 +218,8 @@ def balance_experts(chunks: Sequence[Any], coefficient: float) -> None:
                 module.calculate_per_token_loss = False
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """Torch's norm as Megatron builds one; core's own wrapper refuses sequence parallelism."""
+class RMSNorm(rms_norm_class()):  # type: ignore[misc]
+    """Torch's or Apex's norm as Megatron builds one; core's own wrapper refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)

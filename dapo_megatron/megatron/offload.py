@@ -8,6 +8,7 @@ begins by zeroing them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -105,6 +106,16 @@ class OffloadableState:
                 f"this needs {', '.join(phases)} on the device, and offloaded are: {', '.join(missing)}; "
                 f"reload({missing}) first"
             )
+
+    @contextlib.contextmanager
+    def on_device(self, *phases: str) -> Iterator[None]:
+        """Have phases on the device for a while; those that had to be brought leave again."""
+        brought = [phase for phase in _checked(phases) if phase in self._emptied]
+        self.reload(brought)
+        try:
+            yield
+        finally:
+            self.offload(brought)
 
     @torch.no_grad()
     def _offload(self, phase: str) -> int:

@@ -1,9 +1,11 @@
 """The table language in which a model family is written down.
 
 A family is ONE table. A row says which HF tensors make one Megatron tensor and how that tensor is split over
-tensor-parallel ranks; `*` stands for the layer number, `{a,b}` for several HF tensors that are fused, in that order:
+tensor-parallel ranks; `*` stands for the layer number, a second `*` for the expert's number among all experts, `{a,b}`
+for several HF tensors that are fused, in that order:
 
     fused_qkv("decoder.layers.*.self_attention.linear_qkv.weight", "model.layers.*.self_attn.{q,k,v}_proj.weight")
+    row("...layers.*.mlp.experts.local_experts.*.linear_fc2.weight", "model.layers.*.mlp.experts.*.down_proj.weight")
 
 The rows stand in the order in which HF models hold their tensors; whoever exports follows it, layer by layer.
 Beside the table a family names the HF config keys that it cannot honour (`only`), so that none is silently ignored.
@@ -14,7 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +31,10 @@ class Dimensions:
         head_dim: size of one attention head, not necessarily hidden_size / heads.
         kv_heads: key/value heads (query groups).
         tied_embeddings: the output weight is the embedding; HF checkpoints then hold no lm_head.
+        experts: routed experts of each layer; 0 in a dense model.
+        experts_per_token: experts that the router chooses for a token.
+        moe_ffn_hidden_size: width of one expert; the layers then have no MLP of width `ffn_hidden_size`.
+        norm_topk_prob: the weights of the chosen experts sum to one, else they are what softmax over all experts gave.
     """
 
     layers: int
@@ -41,21 +48,27 @@ class Dimensions:
     norm_eps: float
     rope_theta: float
     tied_embeddings: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    norm_topk_prob: bool = False
 
 
 class Split(Protocol):
-    """How HF tensors become one full Megatron tensor, and how ranks share that."""
+    """How HF tensors become one Megatron tensor, and how ranks share that."""
+
+    sharded: ClassVar[bool]
+
+    def part(self, shape: Sequence[int], rank: int, size: int) -> tuple[slice, ...]:
+        """Where, in an HF tensor of that shape, lies what tensor-parallel rank `rank` of `size` needs of it."""
+        ...
 
     def fuse(self, parts: Sequence[Tensor], dimensions: Dimensions) -> Tensor:
-        """HF tensors -> the full Megatron tensor, without vocabulary padding."""
+        """Whole HF tensors -> the full Megatron tensor; a rank's parts of them -> its shard. No vocabulary padding."""
         ...
 
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
-        """The inverse of `fuse`; cuts vocabulary padding. Views where possible."""
-        ...
-
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """The part of a full Megatron tensor that belongs to tensor-parallel rank `rank` of `size`."""
+        """A full Megatron tensor -> its HF tensors; cuts vocabulary padding. Views where possible."""
         ...
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
@@ -67,15 +80,17 @@ class Split(Protocol):
 class Replicated:
     """The same tensor on every rank."""
 
+    sharded: ClassVar[bool] = False
+
+    def part(self, shape: Sequence[int], rank: int, size: int) -> tuple[slice, ...]:
+        return ()
+
     def fuse(self, parts: Sequence[Tensor], dimensions: Dimensions) -> Tensor:
         (part,) = parts
         return part
 
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         return [tensor]
-
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return tensor
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
@@ -85,10 +100,13 @@ class Replicated:
 class Parallel(Replicated):
     """Split along one dimension: 0 for column-parallel weights and their biases, 1 for row-parallel weights."""
 
+    sharded: ClassVar[bool] = True
     dim: int
 
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return tensor.chunk(size, self.dim)[rank]
+    def part(self, shape: Sequence[int], rank: int, size: int) -> tuple[slice, ...]:
+        length = -(-shape[self.dim] // size)
+        start, stop = (min(i * length, shape[self.dim]) for i in (rank, rank + 1))
+        return (slice(None),) * self.dim + (slice(start, stop),)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards), self.dim) if len(shards) > 1 else shards[0]
@@ -103,22 +121,19 @@ class Vocabulary(Parallel):
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         return [tensor[: dimensions.vocab_size]]
 
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        rows = -(-tensor.shape[0] // size)
-        shard = tensor[rank * rows : (rank + 1) * rows]
-        padding = rows - shard.shape[0]
-        return torch.cat([shard, shard.new_zeros(padding, *shard.shape[1:])]) if padding else shard
-
 
 @dataclass(frozen=True)
 class FusedQKV(Parallel):
-    """q, k, v in one tensor, ordered by query group: the q heads of a group, its k head, its v head."""
+    """q, k, v in one tensor, ordered by query group: the q heads of a group, its k head, its v head.
+
+    Tensor-parallel ranks hold whole groups.
+    """
 
     dim: int = 0
 
     def fuse(self, parts: Sequence[Tensor], dimensions: Dimensions) -> Tensor:
-        groups = [part.view(dimensions.kv_heads, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(groups, 1).flatten(0, 1)
+        groups = parts[-1].shape[0] // dimensions.head_dim
+        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         d = dimensions.head_dim
@@ -139,9 +154,6 @@ class FusedGLU(Parallel):
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         return list(tensor.chunk(2))
 
-    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)]) if size > 1 else tensor
-
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         if len(shards) == 1:
             return shards[0]
@@ -154,7 +166,7 @@ class Row:
     """One line of a family's table.
 
     Attributes:
-        megatron: name in the local layer spec, `*` for the layer.
+        megatron: name in the local layer spec, `*` for the layer, then for the expert.
         hf: names in the HF checkpoint, in the order of fusing.
         split: see Split.
         tied_to: HF name that takes the place of `hf` when embeddings are tied (the tensor is then not exported).
@@ -170,18 +182,25 @@ class Row:
         """Whether the row exists once a layer."""
         return "*" in self.megatron
 
+    @property
+    def in_expert(self) -> bool:
+        """Whether the row exists once an expert, split over the tensor-parallel ranks of the experts."""
+        return self.megatron.count("*") == 2
+
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A row applied to one layer: the full names of one Megatron tensor and of its HF tensors.
+    """A row applied to one layer (and expert): the full names of one Megatron tensor and of its HF tensors.
 
     Attributes:
+        in_expert: the split is over the tensor-parallel ranks of the experts, not those of the rest.
         exported: False if the HF tensors belong to another row (tied embeddings).
     """
 
     megatron: str
     hf: tuple[str, ...]
     split: Split
+    in_expert: bool = False
     exported: bool = True
 
 
@@ -270,10 +289,47 @@ class Family:
             norm_eps=hf_config.get("rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(hf_config),
             tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+            **self._expert_sizes(hf_config),
         )
 
+    def _expert_sizes(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        if not any(line.in_expert for line in self.table):
+            return {}
+        sizes: dict[str, Any] = {
+            # transformers 5 writes num_local_experts where older ones wrote num_experts.
+            "num_experts": hf_config.get("num_experts") or hf_config.get("num_local_experts"),
+            "num_experts_per_tok": hf_config.get("num_experts_per_tok"),
+            "moe_intermediate_size": hf_config.get("moe_intermediate_size"),
+        }
+        missing = [key for key, value in sizes.items() if not value]
+        if missing:
+            raise ValueError(f"the HF config lacks {', '.join(missing)}")
+        experts, chosen, width = sizes.values()
+        if chosen > experts:
+            raise ValueError(f"num_experts_per_tok={chosen} is more than num_experts={experts}")
+        norm_topk_prob = bool(hf_config.get("norm_topk_prob", False))
+        if chosen == 1 and norm_topk_prob:
+            raise ValueError("num_experts_per_tok=1 is not supported with norm_topk_prob=True: no router would learn")
+        return {
+            "experts": experts,
+            "experts_per_token": chosen,
+            "moe_ffn_hidden_size": width,
+            "norm_topk_prob": norm_topk_prob,
+        }
+
     def transformer_kwargs(self, dimensions: Dimensions) -> dict[str, Any]:
-        """The fields of Megatron's TransformerConfig that the model itself decides (no layout, no precision)."""
+        """The fields of Megatron's TransformerConfig that the model itself decides (no layout, no precision).
+
+        For experts too: how the router weighs them. Balancing, dispatch and number formats are the run's.
+        """
+        experts = {
+            "num_moe_experts": dimensions.experts,
+            "moe_router_topk": dimensions.experts_per_token,
+            "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
+            "moe_router_score_function": "softmax",
+            # Softmax over the chosen experts alone is softmax over all, divided by the sum of the chosen.
+            "moe_router_pre_softmax": not dimensions.norm_topk_prob,
+        }
         return {
             "num_layers": dimensions.layers,
             "hidden_size": dimensions.hidden_size,
@@ -288,6 +344,7 @@ class Family:
             "add_bias_linear": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
+            **(experts if dimensions.experts else {}),
             **self.transformer,
         }
 
@@ -301,7 +358,13 @@ class Family:
         after = [line for line in self.table[first:] if not line.in_layer]
         yield from (_apply(line, dimensions) for line in self.table[:first])
         for layer in range(dimensions.layers):
-            yield from (_apply(line, dimensions, layer) for line in in_layer)
+            for in_expert, lines in groupby(in_layer, key=lambda line: line.in_expert):
+                if in_expert:
+                    rows = tuple(lines)
+                    for expert in range(dimensions.experts):
+                        yield from (_apply(line, dimensions, layer, expert) for line in rows)
+                else:
+                    yield from (_apply(line, dimensions, layer) for line in lines)
         yield from (_apply(line, dimensions) for line in after)
 
     def is_ignored(self, hf_name: str) -> bool:
@@ -309,11 +372,18 @@ class Family:
         return any(re.fullmatch(re.escape(name).replace(r"\*", r"\d+"), hf_name) for name in self.ignored)
 
 
-def _apply(line: Row, dimensions: Dimensions, layer: int | None = None) -> TensorMapping:
+def _apply(line: Row, dimensions: Dimensions, *numbers: int) -> TensorMapping:
     if dimensions.tied_embeddings and line.tied_to is not None:
         return TensorMapping(line.megatron, (line.tied_to,), line.split, exported=False)
-    names = (name.replace("*", str(layer)) for name in line.hf)
-    return TensorMapping(line.megatron.replace("*", str(layer)), tuple(names), line.split)
+    megatron, *hf = (_fill(name, numbers) for name in (line.megatron, *line.hf))
+    return TensorMapping(megatron, tuple(hf), line.split, line.in_expert)
+
+
+def _fill(name: str, numbers: Sequence[int]) -> str:
+    """The name with layer and expert number in place of its stars."""
+    for number in numbers:
+        name = name.replace("*", str(number), 1)
+    return name
 
 
 def _rope_theta(hf_config: Mapping[str, Any]) -> float:

@@ -9,8 +9,10 @@ from typing import Any
 from dapo_megatron.models.family import Family
 from dapo_megatron.models.llama import LLAMA
 from dapo_megatron.models.qwen2 import QWEN2
+from dapo_megatron.models.qwen3 import QWEN3
+from dapo_megatron.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES = (QWEN2, LLAMA)
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA)
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

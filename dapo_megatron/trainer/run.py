@@ -100,9 +100,7 @@ def _due(step: int, every_steps: int | None) -> bool:
 async def _checkpoint(training: TrainingGroup, folder: Path) -> None:
     """Write the policy under a temporary name and rename it when it is whole."""
     unfinished = folder.with_name(f".{folder.name}.tmp")
-    moved = await training.reload(["params"])
     await training.export(unfinished / "hf")
-    await training.offload([phase for phase, size_bytes in moved.items() if size_bytes])
     unfinished.rename(folder)
 
 

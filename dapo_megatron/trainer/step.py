@@ -96,12 +96,12 @@ class StepRunner:
             for engine in self._engines:
                 await engine.release()
         with clock.phase("old_log_probs"):
-            await self._training.reload(["params", "reference"])
+            await self._training.reload(["params"])
             await self._set_old_log_probs(updates)
         with clock.phase("update"):
             await self._training.reload(["grads", "optimizer"])
             update_results = await self._update(updates, step)
-            freed_bytes = await self._offload("grads", "optimizer", "reference")
+            freed_bytes = await self._offload("grads", "optimizer")
         with clock.phase("sync"):
             for engine in self._engines:
                 await engine.restore()

@@ -1,23 +1,31 @@
 """Megatron model chunks -> full tensors under their HF names: what checkpoints and rollout engines take.
 
 `MegatronWeightSource` has the methods of vLLM's `WeightSource` (vllm.distributed.weight_transfer.base) without
-importing vLLM. Tensors come one at a time in the order of HF checkpoints: embedding, layer by layer, final norm, output
-weight. Gathering a tensor is a collective of its tensor-parallel group, so all ranks of the group iterate together.
+importing vLLM. In any layout all tensors come out of rank 0, one at a time in the order of HF checkpoints: embedding,
+layer by layer, final norm, output weight. Of the ranks that hold the same shard the first sends it straight to rank 0,
+many shards in one message; the others do nothing. Which rank sends what is planned once.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dapo_megatron.models.family import Dimensions, Family, Parallel
-from dapo_megatron.weights.load import full_hf_tensors, named_local_parameters, tensor_parallel_group
+from dapo_megatron.models.family import Dimensions, Family, TensorMapping
+from dapo_megatron.weights.load import hf_shapes, named_local_parameters, shard_group
+
+RECEIVER = 0
+"""The rank that yields the tensors."""
+
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -29,65 +37,193 @@ class TensorDescription:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """What a rank holds of a Megatron tensor: shard `index` of all."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _PlannedTensor:
+    """A Megatron tensor, the rank that gives each of its shards, and what a shard is on the wire."""
+
+    mapping: TensorMapping
+    holders: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def shard_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor, offset_bytes: int) -> Tensor:
+        """The shard that lies in `buffer` (uint8) at an offset, without a copy."""
+        return buffer[offset_bytes : offset_bytes + self.shard_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass
+class _Message:
+    """Where each tensor's shard lies in a message, and how long that is."""
+
+    offsets: dict[str, int] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    def append(self, tensor: _PlannedTensor) -> None:
+        """Give the tensor's shard the next place."""
+        self.offsets[tensor.mapping.megatron] = self.size_bytes
+        self.size_bytes += -(-tensor.shard_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Consecutive tensors whose shards travel together: one message from each rank that holds some."""
+
+    tensors: tuple[_PlannedTensor, ...]
+
+    @cached_property
+    def messages(self) -> dict[int, _Message]:
+        """By the rank that sends it, in ascending order."""
+        found: dict[int, _Message] = {}
+        for tensor in self.tensors:
+            for rank in tensor.holders:
+                found.setdefault(rank, _Message()).append(tensor)
+        return dict(sorted(found.items()))
+
+
 class MegatronWeightSource:
     """The weights of a policy as full HF tensors; every iteration is a fresh pass over the current values.
 
-    A tensor is a view of the live parameter where no gathering, splitting or cast made a copy: use it before the next
-    update.
+    All ranks of the world construct it together, and all iterate it to its end together. Rank 0 yields the tensors,
+    the others yield nothing. A tensor is a view of the live parameter where no sending, splitting or cast made a copy:
+    use it before the next update.
 
     Args:
         chunks: this rank's model chunks.
         dtype: wire dtype; None keeps the parameters'.
+        bucket_bytes: how much travels at a time; a single larger tensor travels alone. Rank 0 takes room for twice as
+            much, others for twice what they hold of it.
 
-    Raises:
-        ValueError: pipeline-parallel chunks.
+    Attributes:
+        yields: whether this rank yields the tensors.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], family: Family, dimensions: Dimensions, dtype: torch.dtype | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        family: Family,
+        dimensions: Dimensions,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 128 * 1024 * 1024,
     ) -> None:
         self._dimensions = dimensions
-        self._dtype = dtype
-        self._group = tensor_parallel_group(chunks)
-        parameters = dict(named_local_parameters(chunks))
+        self._rank = dist.get_rank() if dist.is_initialized() else RECEIVER
+        self.yields = self._rank == RECEIVER
+        self._parameters = dict(named_local_parameters(chunks))
         mappings = [mapping for mapping in family.tensors(dimensions) if mapping.exported]
-        absent = [mapping.megatron for mapping in mappings if mapping.megatron not in parameters]
-        if absent:
-            raise ValueError(
-                f"this rank does not hold {absent[0]} and {len(absent) - 1} more tensors: export needs "
-                "parallel.pipeline=1"
+        held = {
+            mapping.megatron: _Shard(
+                shard_group(chunks, mapping).rank() if mapping.split.sharded else 0,
+                tuple(self._parameters[mapping.megatron].shape),
+                dtype or self._parameters[mapping.megatron].dtype,
             )
-        self._tensors = [(mapping, parameters[mapping.megatron]) for mapping in mappings]
+            for mapping in mappings
+            if mapping.megatron in self._parameters
+        }
+        self._buckets = _cut(_plan(mappings, _of_all_ranks(held)), bucket_bytes)
+
+    @property
+    def participates(self) -> bool:
+        """Whether iterating does anything on this rank."""
+        return self.yields or any(self._rank in bucket.messages for bucket in self._buckets)
 
     def metadata(self) -> list[TensorDescription]:
-        """What iteration will yield, in order, without gathering anything."""
+        """What iteration on rank 0 will yield, in order, without sending anything. The same on every rank."""
+        return list(self._metadata)
+
+    @cached_property
+    def _metadata(self) -> list[TensorDescription]:
         return [
-            TensorDescription(name, self._dtype or parameter.dtype, shape)
-            for mapping, parameter in self._tensors
-            for name, shape in full_hf_tensors(mapping, parameter, self._group.size(), self._dimensions).items()
+            TensorDescription(name, tensor.dtype, shape)
+            for bucket in self._buckets
+            for tensor in bucket.tensors
+            for name, shape in zip(
+                tensor.mapping.hf,
+                hf_shapes(tensor.mapping.split, tensor.shape, len(tensor.holders), self._dimensions),
+                strict=True,
+            )
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for mapping, parameter in self._tensors:
-            local = parameter.detach()
-            full = mapping.split.unshard(self._gather(local)) if isinstance(mapping.split, Parallel) else local
-            for name, tensor in zip(mapping.hf, mapping.split.unfuse(full, self._dimensions), strict=True):
-                yield name, tensor.to(self._dtype or tensor.dtype)
+        if self.yields:
+            yield from self._receive()
+        else:
+            self._send()
 
-    def _gather(self, local: Tensor) -> list[Tensor]:
-        if self._group.size() == 1:
-            return [local]
-        shards = [torch.empty_like(local) for _ in range(self._group.size())]
-        dist.all_gather(shards, local.contiguous(), group=self._group)
-        return shards
+    def _send(self) -> None:
+        """Pack the next message while the last is on its way."""
+        sending: Any = None
+        for bucket in self._buckets:
+            if self._rank in bucket.messages:
+                packed = self._pack(bucket)
+                if sending is not None:
+                    sending.wait()
+                sending = dist.isend(packed, RECEIVER)
+        if sending is not None:
+            sending.wait()
+
+    def _pack(self, bucket: _Bucket) -> Tensor:
+        message = bucket.messages[self._rank]
+        packed = self._buffer(message)
+        for tensor in bucket.tensors:
+            name = tensor.mapping.megatron
+            if name in message.offsets:
+                tensor.view(packed, message.offsets[name]).copy_(self._parameters[name].detach())
+        return packed
+
+    def _receive(self) -> Iterator[tuple[str, Tensor]]:
+        """The next messages arrive while the last are in use."""
+        arriving = self._start_receiving(self._buckets[0])
+        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
+            received = {}
+            for holder, (buffer, receiving) in arriving.items():
+                receiving.wait()
+                received[holder] = buffer
+            arriving = self._start_receiving(following) if following else {}
+            yield from self._unpack(bucket, received)
+
+    def _start_receiving(self, bucket: _Bucket) -> dict[int, tuple[Tensor, Any]]:
+        buffers = {rank: self._buffer(message) for rank, message in bucket.messages.items() if rank != self._rank}
+        return {rank: (buffer, dist.irecv(buffer, rank)) for rank, buffer in buffers.items()}
+
+    def _unpack(self, bucket: _Bucket, received: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for tensor in bucket.tensors:
+            mapping = tensor.mapping
+            shards = [
+                self._parameters[mapping.megatron].detach().to(tensor.dtype)
+                if rank == self._rank
+                else tensor.view(received[rank], bucket.messages[rank].offsets[mapping.megatron])
+                for rank in tensor.holders
+            ]
+            parts = mapping.split.unfuse(mapping.split.unshard(shards), self._dimensions)
+            yield from zip(mapping.hf, parts, strict=True)
+
+    def _buffer(self, message: _Message) -> Tensor:
+        return torch.empty(message.size_bytes, dtype=torch.uint8, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def held_names(self) -> Collection[str] | None:
-        """None: this rank can yield every tensor."""
-        return None
+        """None, all of them, on rank 0; no name on the others, whose shards rank 0 yields."""
+        return None if self.yields else ()
 
     def groups(self) -> list[list[str]]:
-        """Names by layer: before the layers, each layer, after them."""
-        names = [description.name for description in self.metadata()]
+        """Names by layer, of what this rank yields: before the layers, each layer, after them."""
+        names = [description.name for description in self.metadata()] if self.yields else []
         return [list(group) for _, group in groupby(names, key=_place)]
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
@@ -95,6 +231,45 @@ class MegatronWeightSource:
         for _, pairs in groupby(self, key=lambda pair: _place(pair[0])):
             names, tensors = zip(*pairs, strict=True)
             yield list(names), list(tensors)
+
+
+def _of_all_ranks(held: dict[str, _Shard]) -> list[dict[str, _Shard]]:
+    if not dist.is_initialized():
+        return [held]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, held)
+    return found
+
+
+def _plan(mappings: Sequence[TensorMapping], held: Sequence[dict[str, _Shard]]) -> list[_PlannedTensor]:
+    """Of the ranks that hold the same shard, the first gives it."""
+    holders: dict[str, dict[int, int]] = {mapping.megatron: {} for mapping in mappings}
+    shards: dict[str, _Shard] = {}
+    for rank, of_rank in enumerate(held):
+        for name, shard in of_rank.items():
+            holders[name].setdefault(shard.index, rank)
+            shards[name] = shard
+    planned = []
+    for mapping in mappings:
+        name = mapping.megatron
+        assert sorted(holders[name]) == list(range(len(holders[name]))) != [], f"no rank holds all of {name}"
+        by_index = tuple(holders[name][index] for index in range(len(holders[name])))
+        planned.append(_PlannedTensor(mapping, by_index, shards[name].shape, shards[name].dtype))
+    return planned
+
+
+def _cut(tensors: Sequence[_PlannedTensor], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of at most so many bytes, all shards of a tensor in one."""
+    cut: list[list[_PlannedTensor]] = []
+    total = 0
+    for tensor in tensors:
+        size = tensor.shard_bytes * len(tensor.holders)
+        if not cut or total + size > bucket_bytes:
+            cut.append([])
+            total = 0
+        cut[-1].append(tensor)
+        total += size
+    return [_Bucket(tuple(tensors)) for tensors in cut]
 
 
 def _place(name: str) -> str | None:

@@ -85,9 +85,9 @@ class HFFolder:
         """The dtype of a tensor, without reading it."""
         return _DTYPES[self._slice(name).get_dtype()]
 
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        return self._open(self._file_of[name]).get_tensor(name)
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        """Read one tensor, or that part of it alone."""
+        return self._slice(name)[part] if part else self._open(self._file_of[name]).get_tensor(name)
 
     @cached_property
     def _file_of(self) -> dict[str, Path]:

@@ -1,4 +1,7 @@
-"""From an HF folder into the local shards of Megatron model chunks, by the family's table."""
+"""From an HF folder into the local shards of Megatron model chunks, by the family's table.
+
+In any layout: a rank reads the layers, the experts and the parts of tensors that it holds, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dapo_megatron.models.family import Dimensions, Family, TensorMapping
+from dapo_megatron.models.family import Dimensions, Family, Split, TensorMapping
 from dapo_megatron.weights.hf_folder import HFFolder
 
 # Transformer Engine's layer spec fuses these norms into the linear layer behind them.
@@ -17,6 +20,9 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+
+# One expert after the other, and Transformer Engine's grouped linear layers.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d\.weight)|(linear_fc\d\.weight)(\d+))")
 
 
 def unwrap(module: nn.Module) -> Any:
@@ -27,29 +33,39 @@ def unwrap(module: nn.Module) -> Any:
 
 
 def named_local_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of this rank, under its global name: layers counted from 0 over the whole model, local spec."""
+    """Every parameter of this rank, under its global name in the local spec: layers counted from 0 over the whole
+    model, experts over all expert-parallel ranks."""
     for chunk in chunks:
         model = unwrap(chunk)
         for name, parameter in model.named_parameters():
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
             if match:
-                layer = model.decoder.layers[int(match[1])].layer_number - 1
-                name = f"decoder.layers.{layer}.{_FUSED_NORMS.get(match[2], match[2])}"
+                layer = model.decoder.layers[int(match[1])]
+                inner = _FUSED_NORMS.get(match[2]) or _global_expert(match[2], layer, model.pg_collection)
+                name = f"decoder.layers.{layer.layer_number - 1}.{inner}"
             yield name, parameter
 
 
-def tensor_parallel_group(chunks: Sequence[nn.Module]) -> Any:
-    """The tensor-parallel process group of the chunks."""
-    return unwrap(chunks[0]).pg_collection.tp
+def _global_expert(name: str, layer: Any, groups: Any) -> str:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    expert = groups.ep.rank() * layer.mlp.experts.num_local_experts + int(match[1] or match[4])
+    return f"mlp.experts.local_experts.{expert}.{match[2] or match[3]}"
 
 
-def full_hf_tensors(
-    mapping: TensorMapping, local: Tensor, tensor_parallel: int, dimensions: Dimensions
-) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the HF tensors behind a local Megatron tensor."""
-    full = mapping.split.unshard([torch.empty_like(local, device="meta")] * tensor_parallel)
-    parts = mapping.split.unfuse(full, dimensions)
-    return {name: tuple(part.shape) for name, part in zip(mapping.hf, parts, strict=True)}
+def shard_group(chunks: Sequence[nn.Module], mapping: TensorMapping) -> Any:
+    """The process group whose ranks share a tensor: tensor-parallel, inside an expert expert-tensor-parallel."""
+    groups = unwrap(chunks[0]).pg_collection
+    return groups.expt_tp if mapping.in_expert else groups.tp
+
+
+def hf_shapes(
+    split: Split, shard_shape: Sequence[int], shards: int, dimensions: Dimensions
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the HF tensors behind a Megatron tensor of so many shards of that shape."""
+    full = split.unshard([torch.empty(shard_shape, device="meta")] * (shards if split.sharded else 1))
+    return tuple(tuple(part.shape) for part in split.unfuse(full, dimensions))
 
 
 def load_hf_weights(chunks: Sequence[nn.Module], folder: HFFolder, family: Family, dimensions: Dimensions) -> None:
@@ -60,15 +76,29 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HFFolder, family: Famil
     """
     mappings = {mapping.megatron: mapping for mapping in family.tensors(dimensions)}
     parameters = dict(named_local_parameters(chunks))
-    group = tensor_parallel_group(chunks)
     strangers = sorted(set(parameters) - set(mappings))
     assert not strangers, f"the family's table has no row for {strangers}"
-    _check(folder, family, dimensions, mappings, parameters, group.size())
+    places = {name: shard_group(chunks, mappings[name]) for name in parameters}
+    expected = {
+        name: hf_shapes(mappings[name].split, parameter.shape, places[name].size(), dimensions)
+        for name, parameter in parameters.items()
+    }
+    _check(folder, family, dimensions, mappings, expected)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            mapping = mappings[name]
-            fused = mapping.split.fuse([folder.tensor(hf_name) for hf_name in mapping.hf], dimensions)
-            parameter.copy_(mapping.split.shard(fused, group.rank(), group.size()))
+            split, group = mappings[name].split, places[name]
+            parts = [
+                folder.tensor(hf_name, split.part(shape, group.rank(), group.size()))
+                for hf_name, shape in zip(mappings[name].hf, expected[name], strict=True)
+            ]
+            _copy(parameter, split.fuse(parts, dimensions))
+
+
+def _copy(parameter: Tensor, values: Tensor) -> None:
+    padding = parameter.shape[0] - values.shape[0]  # of the vocabulary
+    if padding:
+        values = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
+    parameter.copy_(values)
 
 
 def _check(
@@ -76,14 +106,12 @@ def _check(
     family: Family,
     dimensions: Dimensions,
     mappings: dict[str, TensorMapping],
-    parameters: dict[str, nn.Parameter],
-    tensor_parallel: int,
+    expected: dict[str, tuple[tuple[int, ...], ...]],
 ) -> None:
     found = set(folder.names())
     problems = []
-    for name, parameter in parameters.items():
-        shapes = full_hf_tensors(mappings[name], parameter, tensor_parallel, dimensions)
-        for hf_name, shape in shapes.items():
+    for name, shapes in expected.items():
+        for hf_name, shape in zip(mappings[name].hf, shapes, strict=True):
             if hf_name not in found:
                 problems.append(f"missing: {hf_name} {list(shape)}")
             elif folder.shape(hf_name) != shape:

@@ -42,7 +42,7 @@ def train(actor: Any, micro_batches: list[list[TrainingSample]], poisoned: bool,
     results = [actor.update(micro_batches, step=1)]
     gradients = {name: p.main_grad.clone().numpy() for name, p in named_local_parameters(actor.chunks)}
     results.append(actor.update(micro_batches, step=1))
-    weights = {name: tensor.clone().numpy() for name, tensor in actor.weight_source()}
+    weights = {name: p.detach().clone().numpy() for name, p in named_local_parameters(actor.chunks)}
     reference = actor.log_probs(micro_batches, reference=True)
     actor.export_hf(Path(export))
     if poisoned:

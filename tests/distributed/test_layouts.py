@@ -66,14 +66,6 @@ LAYOUTS = {
 }
 
 
-def PLAN_OPTIONS(config, multiple):
-    import inspect
-
-    if "alignment" in inspect.signature(plan_micro_batches).parameters:
-        return {"alignment": alignment_of(config), "count_multiple": multiple}
-    return {}
-
-
 def make_config(layout: Layout | None, dtype: str = "float32") -> Config:
     config = tiny_config(distributed=False, clip_grad=0.02)
     config.algorithm.entropy_coefficient = 0.01
@@ -102,7 +94,8 @@ def one_update(actor: Any, layout: Layout, config: Config) -> dict[str, Any]:
         [sample.total_tokens for sample in samples],
         config.parallel.data,
         MAX_TOKENS,
-        **PLAN_OPTIONS(config, multiple),
+        alignment=alignment_of(config),
+        count_multiple=multiple,
     )[actor.data_parallel_rank]
     share = [[samples[i] for i in members] for members in plan]
     log_probs = actor.log_probs(share)

@@ -51,10 +51,10 @@ class RandomPolicy:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
         """The same values wherever it is called: every tensor has a generator of its own, on the CPU."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(self._shapes[name], generator=generator)
+        values = torch.randn(self._shapes[name], generator=generator)[part]
         return 1 + 0.1 * values if "norm" in name else values * self.config["hidden_size"] ** -0.5
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:

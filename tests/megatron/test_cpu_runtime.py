@@ -21,6 +21,12 @@ def test_a_literal_cuda_device_means_the_cpu() -> None:
     assert torch.zeros(2, dtype=torch.float64, device="cpu").dtype == torch.float64
 
 
+def test_a_device_context_still_rules_the_factories() -> None:
+    """transformers builds models inside one: ignored, it would leave buffers uninitialised."""
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta and torch.zeros(2).is_meta
+
+
 def test_a_second_install_changes_nothing() -> None:
     before = torch.empty
     cpu_runtime.install()

@@ -112,6 +112,15 @@ def test_phases_go_and_come_by_name(qwen2_folder: str, make_actor: Callable, cap
         state.offload(["gradients"])
 
 
+def test_what_is_brought_for_a_while_leaves_again(qwen2_folder: str, make_actor: Callable) -> None:
+    state = state_of(make_actor(make_config(distributed=True), qwen2_folder))
+    state.offload(["reference", "grads"])
+    with pytest.raises(KeyError), state.on_device("params", "reference"):
+        assert state.resident == {"params", "optimizer", "reference"}
+        raise KeyError
+    assert state.resident == {"params", "optimizer"}
+
+
 def test_the_cpu_frees_gradients_only(qwen2_folder: str, make_actor: Callable) -> None:
     actor = make_actor(make_config(distributed=False), qwen2_folder)
     update(actor, random_samples(4), 1)

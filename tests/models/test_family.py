@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.models.family import Dimensions, FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
+from dapo_megatron.models.family import Dimensions, Family, FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
 from dapo_megatron.models.llama import LLAMA
 from dapo_megatron.models.qwen2 import QWEN2
+from dapo_megatron.models.qwen3 import QWEN3
+from dapo_megatron.models.qwen3_moe import QWEN3_MOE
 from dapo_megatron.models.registry import FAMILIES, family_of
 
 LLAMA_CONFIG = {
@@ -52,7 +54,7 @@ def test_qkv_is_ordered_by_query_group() -> None:
     ranks=st.sampled_from([1, 2]),
     bias=st.booleans(),
 )
-def test_fuse_shard_unshard_unfuse_is_the_identity(
+def test_parts_fused_and_shards_unfused_are_the_identity(
     kv_heads: int, ratio: int, head_dim: int, ranks: int, bias: bool
 ) -> None:
     sizes = dimensions(heads=kv_heads * ratio, kv_heads=kv_heads, head_dim=head_dim, vocab_size=11)
@@ -67,23 +69,34 @@ def test_fuse_shard_unshard_unfuse_is_the_identity(
         (Replicated(), [torch.randn(5)]),
     ]
     for split, parts in cases:
-        full = split.fuse(parts, sizes)
-        shards = [split.shard(full, rank, ranks) for rank in range(ranks)]
-        assert len({shard.shape for shard in shards}) == 1
-        for got, want in zip(split.unfuse(split.unshard(shards), sizes), parts, strict=True):
+        shards = [
+            split.fuse([part[split.part(part.shape, rank, ranks)] for part in parts], sizes) for rank in range(ranks)
+        ]
+        full = split.unshard(shards)
+        assert torch.equal(full, split.fuse(parts, sizes)), split
+        for got, want in zip(split.unfuse(full, sizes), parts, strict=True):
             assert torch.equal(got, want), split
 
 
 def test_glu_shards_hold_their_part_of_gate_and_up() -> None:
-    gate, up = torch.arange(4), torch.arange(10, 14)
-    full = FusedGLU().fuse([gate, up], dimensions())
-    assert [FusedGLU().shard(full, rank, 2).tolist() for rank in range(2)] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    parts = [torch.arange(4), torch.arange(10, 14)]
+    shards = [
+        FusedGLU().fuse([part[FusedGLU().part(part.shape, rank, 2)] for part in parts], dimensions())
+        for rank in range(2)
+    ]
+    assert [shard.tolist() for shard in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+def test_the_vocabulary_is_cut_into_parts_of_its_padded_size() -> None:
+    assert [Vocabulary().part((9, 7), rank, 4)[0] for rank in range(4)] == [
+        slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 9),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
 def test_a_table_names_every_tensor_once_layer_by_layer(family: object) -> None:
     for tied in (False, True):
-        mappings = family.tensors(dimensions(layers=3, tied_embeddings=tied))
+        mappings = family.tensors(dimensions(layers=3, experts=2, tied_embeddings=tied))
         names = [name for mapping in mappings if mapping.exported for name in mapping.hf]
         assert len(names) == len(set(names)) and not any(set("*{}") & set(name) for name in names)
         assert len({mapping.megatron for mapping in mappings}) == len(mappings)
@@ -133,28 +146,96 @@ def test_what_megatron_would_not_honour_is_refused(family: object, change: dict,
 def test_registry() -> None:
     assert family_of({"architectures": ["Qwen2ForCausalLM"]}) is QWEN2
     assert family_of(LLAMA_CONFIG) is LLAMA
-    known = "known are LlamaForCausalLM, Qwen2ForCausalLM"
+    assert family_of({"architectures": ["Qwen3MoeForCausalLM"]}) is QWEN3_MOE
+    known = "known are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
     with pytest.raises(ValueError, match=f"'Qwen2ForCausal' is unknown: {known}; did you mean Qwen2ForCausalLM"):
         family_of({"architectures": ["Qwen2ForCausal"]})
     with pytest.raises(ValueError, match=f"names no architecture: {known}"):
         family_of({})
 
 
-def test_sizes_of_real_models_give_their_published_number_of_parameters(shared: Path) -> None:
+MOE_CONFIG = LLAMA_CONFIG | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def test_experts_stand_one_after_the_other_in_their_layer() -> None:
+    mappings = QWEN3_MOE.tensors(dataclasses.replace(QWEN3_MOE.dimensions(MOE_CONFIG), experts=2))
+    names = [name for mapping in mappings for name in mapping.hf if name.startswith("model.layers.1.mlp")]
+    prefix = "model.layers.1.mlp."
+    assert [name.removeprefix(prefix).removesuffix(".weight") for name in names] == [
+        "gate",
+        *("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
+        *("experts.1.gate_proj", "experts.1.up_proj", "experts.1.down_proj"),
+    ]
+    by_name = {mapping.megatron: mapping for mapping in mappings}
+    expert = by_name["decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"]
+    assert expert.in_expert and expert.hf == (names[4], names[5])
+    assert not by_name["decoder.layers.1.mlp.router.weight"].in_expert
+
+
+def test_how_the_router_weighs_experts() -> None:
+    sizes = QWEN3_MOE.dimensions(MOE_CONFIG)
+    assert (sizes.experts, sizes.experts_per_token, sizes.moe_ffn_hidden_size) == (4, 2, 24)
+    fields = QWEN3_MOE.transformer_kwargs(sizes)
+    assert fields["num_moe_experts"] == 4 and fields["moe_router_topk"] == 2 and fields["moe_ffn_hidden_size"] == 24
+    assert fields["qk_layernorm"] and fields["moe_router_pre_softmax"] is False
+    unnormalised = QWEN3_MOE.dimensions(MOE_CONFIG | {"norm_topk_prob": False})
+    assert QWEN3_MOE.transformer_kwargs(unnormalised)["moe_router_pre_softmax"] is True
+    new = {key: value for key, value in MOE_CONFIG.items() if key != "num_experts"} | {"num_local_experts": 4}
+    assert QWEN3_MOE.dimensions(new) == sizes
+    assert "num_moe_experts" not in QWEN3.transformer_kwargs(QWEN3.dimensions(LLAMA_CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: allowed is \[\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: allowed is 1"),
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported with norm_topk_prob=True"),
+    ],
+)
+def test_experts_that_megatron_would_not_honour_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QWEN3_MOE.dimensions(MOE_CONFIG | change)
+
+
+def parameters(family: Family, sizes: Dimensions) -> int:
+    """The elements of all HF tensors of the family's table, by the shapes that its names stand for."""
+    h, d, vocab = sizes.hidden_size, sizes.head_dim, sizes.vocab_size
+    ffn = sizes.moe_ffn_hidden_size or sizes.ffn_hidden_size
+    elements = {
+        "embed_tokens.weight": vocab * h, "lm_head.weight": vocab * h,
+        "q_proj.weight": h * d * sizes.heads, "q_proj.bias": d * sizes.heads, "o_proj.weight": h * d * sizes.heads,
+        "k_proj.weight": h * d * sizes.kv_heads, "k_proj.bias": d * sizes.kv_heads,
+        "v_proj.weight": h * d * sizes.kv_heads, "v_proj.bias": d * sizes.kv_heads,
+        "q_norm.weight": d, "k_norm.weight": d, "input_layernorm.weight": h, "post_attention_layernorm.weight": h,
+        "gate_proj.weight": h * ffn, "up_proj.weight": h * ffn, "down_proj.weight": h * ffn,
+        "gate.weight": h * sizes.experts, "norm.weight": h,
+    }  # fmt: skip
+    names = [name for mapping in family.tensors(sizes) if mapping.exported for name in mapping.hf]
+    return sum(elements[".".join(name.split(".")[-2:])] for name in names)
+
+
+def test_real_models_have_their_published_number_of_parameters(shared: Path) -> None:
     models = json.loads((shared / "model_configs.json").read_text())
-    checked = 0
+    checked = set()
     for name, entry in models.items():
-        if entry["hf_config"]["architectures"] != ["Qwen2ForCausalLM"]:
-            continue
-        sizes = QWEN2.dimensions(entry["hf_config"])
-        h, d = sizes.hidden_size, sizes.head_dim
-        heads = sizes.heads + 2 * sizes.kv_heads
-        layer = h * d * (heads + sizes.heads) + d * heads + 3 * h * sizes.ffn_hidden_size + 2 * h
-        embeddings = sizes.vocab_size * h * (1 if sizes.tied_embeddings else 2)
-        total = sizes.layers * layer + embeddings + h
-        assert total == entry["parameters_counted_with_transformers_5.19.0"], name
-        checked += 1
-    assert checked >= 3
+        architecture = entry["hf_config"]["architectures"][0]
+        if architecture.startswith("Qwen"):
+            family = family_of(entry["hf_config"])
+            counted = parameters(family, family.dimensions(entry["hf_config"]))
+            assert counted == entry["parameters_counted_with_transformers_5.19.0"], name
+            checked.add(architecture)
+    assert checked == {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
 
 
 def test_rope_scaling_of_a_real_model_is_refused(shared: Path) -> None:

@@ -42,10 +42,10 @@ def test_phases_run_in_the_order_of_the_design(tmp_path: Path) -> None:
     config.trainer.steps = 1
     _, _, calls = run(config, tmp_path)
     phases = [call for call in calls if call != "abort_all"]
-    to_actors = ["release", "reload params", "reload reference", "log_probs"]
+    to_actors = ["release", "reload params", "log_probs"]
     updates = ["reload grads", "reload optimizer", "update", "update"]
-    to_engines = ["offload grads", "offload optimizer", "offload reference", "restore", "sync", "offload params"]
-    assert phases == to_actors + updates + to_engines + ["reload params", "export"]
+    to_engines = ["offload grads", "offload optimizer", "restore", "sync", "offload params"]
+    assert phases == to_actors + updates + to_engines + ["export"]
 
 
 def test_updates_hold_the_batch_in_stream_order_with_whole_denominators(tmp_path: Path) -> None:

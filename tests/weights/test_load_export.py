@@ -11,29 +11,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dapo_megatron.models.family import Dimensions, Family
+from dapo_megatron.models.family import Dimensions, Family, Vocabulary
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import SINGLE_FILE, HFFolder
-from dapo_megatron.weights.load import load_hf_weights
+from dapo_megatron.weights.load import load_hf_weights, named_local_parameters
 from tests.tiny_models import save, tiny_model
 
-CASES = [(family, tied) for family in ("qwen2", "llama") for tied in (False, True)]
+CASES = [(family, tied) for family in ("qwen2", "llama", "qwen3", "qwen3_moe") for tied in (False, True)]
 
 
 class FakeChunk:
-    """Local parameters of one tensor-parallel rank under Megatron's names, in the shapes that a rank holds."""
+    """Local parameters of one tensor-parallel rank (inside experts too) under Megatron's names, in the shapes that a
+    rank holds."""
 
     def __init__(self, family: Family, dimensions: Dimensions, folder: HFFolder, rank: int = 0, ranks: int = 1) -> None:
-        self.pg_collection = types.SimpleNamespace(tp=types.SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
-        layers = [types.SimpleNamespace(layer_number=n + 1) for n in range(dimensions.layers)]
+        shared = types.SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+        alone = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        self.pg_collection = types.SimpleNamespace(tp=shared, expt_tp=shared, ep=alone)
+        mlp = types.SimpleNamespace(experts=types.SimpleNamespace(num_local_experts=dimensions.experts))
+        layers = [types.SimpleNamespace(layer_number=n + 1, mlp=mlp) for n in range(dimensions.layers)]
         self.decoder = types.SimpleNamespace(layers=layers)
         self.parameters = {}
         for mapping in family.tensors(dimensions):
             if mapping.exported:
-                full = mapping.split.fuse([folder.tensor(name) for name in mapping.hf], dimensions)
-                local = mapping.split.shard(full, rank, ranks)
-                self.parameters[mapping.megatron] = nn.Parameter(torch.full_like(local, float("nan")))
+                split = mapping.split
+                parts = [folder.tensor(name, split.part(folder.shape(name), rank, ranks)) for name in mapping.hf]
+                shape = list(split.fuse(parts, dimensions).shape)
+                if isinstance(split, Vocabulary):
+                    shape[0] = -(-dimensions.vocab_size // ranks)
+                self.parameters[mapping.megatron] = nn.Parameter(torch.full(shape, float("nan")))
 
     def named_parameters(self):
         return self.parameters.items()
@@ -58,7 +65,7 @@ def test_round_trip_returns_the_same_bytes_in_checkpoint_order(name: str, tied: 
     assert [(d.name, d.dtype, d.shape) for d in source.metadata()] == [
         (key, tensor.dtype, tuple(tensor.shape)) for key, tensor in source
     ]
-    assert source.held_names() is None
+    assert source.held_names() is None and source.yields and source.participates
 
 
 def test_groups_are_layers(tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_groups_are_layers(tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for _, tensors in batches for tensor in tensors)
 
 
-@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("llama", False), ("qwen3_moe", False)])
 def test_tensor_parallel_shards_make_the_whole(name: str, tied: bool, tmp_path: Path) -> None:
     """Three ranks: query groups and the padded vocabulary divide unevenly into HF's sizes."""
     ranks = 3 if name == "llama" else 2
@@ -139,9 +146,39 @@ def test_a_tied_checkpoint_may_hold_its_output_weight_if_it_is_the_embedding(tmp
         load_hf_weights([chunk], HFFolder(path), family, dimensions)
 
 
-def test_a_rank_that_lacks_layers_cannot_export(tmp_path: Path) -> None:
-    folder, family, dimensions = open_folder(save(tiny_model("llama", tied=False), tmp_path / "hf"))
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_have_their_number_among_all(grouped: bool, tmp_path: Path) -> None:
+    """The second of two expert-parallel ranks, with one module an expert and with Transformer Engine's grouped ones."""
+    folder, family, dimensions = open_folder(save(tiny_model("qwen3_moe", tied=False), tmp_path / "hf"))
     chunk = FakeChunk(family, dimensions, folder)
-    chunk.parameters = {name: p for name, p in chunk.parameters.items() if not re.search(r"layers\.1\.", name)}
-    with pytest.raises(ValueError, match=r"does not hold decoder.layers.1.* parallel.pipeline=1"):
-        MegatronWeightSource([chunk], family, dimensions)
+    chunk.pg_collection.ep = types.SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    local = dimensions.experts // 2
+    chunk.decoder.layers[0].mlp.experts.num_local_experts = local
+    names = {}
+    for name, parameter in chunk.parameters.items():
+        expert = re.search(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)", name)
+        if expert is None:
+            names[name] = parameter
+        elif int(expert[2]) < local:
+            names[f"{expert[1]}{expert[3]}{expert[2]}" if grouped else name] = parameter
+    chunk.parameters = names
+    load_hf_weights([chunk], folder, family, dimensions)
+    held = dict(named_local_parameters([chunk]))
+    experts = {int(match[1]) for name in held if (match := re.search(r"local_experts\.(\d+)\.", name))}
+    assert experts == set(range(local, dimensions.experts))
+    for mapping in family.tensors(dimensions):
+        if mapping.megatron in held:
+            for hf_name, part in zip(
+                mapping.hf, mapping.split.unfuse(held[mapping.megatron].detach(), dimensions), strict=True
+            ):
+                assert torch.equal(part, folder.tensor(hf_name)), hf_name
+
+
+def test_more_ranks_than_rows_of_the_padded_vocabulary(tmp_path: Path) -> None:
+    """37 tokens on 24 ranks: 2 rows each, the last ranks hold padding alone."""
+    split, rows = Vocabulary(), []
+    folder = HFFolder(save(tiny_model("qwen2", tied=False), tmp_path / "hf"))
+    for rank in range(24):
+        rows.append(folder.tensor("lm_head.weight", split.part(folder.shape("lm_head.weight"), rank, 24)))
+    assert [part.shape[0] for part in rows] == [2] * 18 + [1] + [0] * 5
+    assert torch.equal(torch.cat(rows), folder.tensor("lm_head.weight"))

@@ -1,0 +1,188 @@
+"""HF -> Megatron -> HF in every layout, in worlds of real ranks: the same bytes, and no rank reads or sends more than
+it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dapo_megatron.models.registry import family_of
+from dapo_megatron.weights.export import MegatronWeightSource
+from dapo_megatron.weights.hf_folder import SINGLE_FILE, HFFolder
+from dapo_megatron.weights.load import load_hf_weights, named_local_parameters, unwrap
+from tests.distributed.ranks import run_ranks
+from tests.tiny_models import one_rank_actor, random_samples, save, tiny_config, tiny_model
+
+RANKS = 4
+
+UNEVEN = {"num_layers_in_first_pipeline_stage": 2}
+"""Of three layers on two stages."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes other than 1, the model, and TransformerConfig fields beside them."""
+
+    sizes: dict[str, int]
+    model: str = "qwen2"
+    transformer: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "DP4": Layout({"data": 4}),
+    "TP2": Layout({"data": 2, "tensor": 2}),
+    "TP2 tied": Layout({"data": 2, "tensor": 2}, "qwen2 tied"),
+    "PP2 uneven": Layout({"data": 2, "pipeline": 2}, "qwen3", UNEVEN),
+    "PP2 uneven tied": Layout({"data": 2, "pipeline": 2}, "qwen3 tied", UNEVEN),
+    "PP2xVPP2": Layout({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen3 4 layers"),
+    "PP4 tied": Layout({"pipeline": 4}, "qwen2 tied 4 layers"),
+    "CP2xTP2": Layout({"context": 2, "tensor": 2}, "qwen3"),
+    "TP2xPP2 uneven": Layout({"tensor": 2, "pipeline": 2}, "qwen2", UNEVEN),
+    "TP2xPP2xVPP2 tied": Layout({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen2 tied 4 layers"),
+    "EP2": Layout({"data": 4, "expert": 2}, "qwen3_moe"),
+    "EP4": Layout({"data": 4, "expert": 4}, "qwen3_moe"),
+    "TP2xEP2": Layout({"data": 2, "tensor": 2, "expert": 2}, "qwen3_moe"),
+    "TP2xEP4": Layout({"data": 2, "tensor": 2, "expert": 4}, "qwen3_moe"),
+    "TP2xEP2xETP2": Layout({"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2}, "qwen3_moe tied"),
+    "ETP2 of TP1": Layout({"data": 4, "expert": 2, "expert_tensor": 2}, "qwen3_moe"),
+    "EP2xPP2 uneven": Layout({"data": 2, "pipeline": 2, "expert": 2}, "qwen3_moe", UNEVEN),
+    "TP2xPP2xEP2xVPP2": Layout(
+        {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "qwen3_moe tied 4 layers"
+    ),
+    "CP2xPP2xEP2": Layout({"context": 2, "pipeline": 2, "expert": 2}, "qwen3_moe tied 4 layers"),
+}
+
+
+class CountingFolder(HFFolder):
+    """Counts the elements that are read."""
+
+    elements = 0
+
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        read = super().tensor(name, part)
+        self.elements += read.numel()
+        return read
+
+
+def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Each layout in turn, in one world."""
+    from dapo_megatron.megatron.actor import initialize_parallel, parallel_state
+
+    results = {}
+    for name, layout in LAYOUTS.items():
+        config = tiny_config()
+        for size_name, size in layout.sizes.items():
+            setattr(config.parallel, size_name, size)
+        initialize_parallel(config.parallel, rank, world_size, f"tcp://127.0.0.1:{port}")
+        results[name] = round_trip(layout, config, CountingFolder(folders[layout.model]))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def round_trip(layout: Layout, config: Any, folder: CountingFolder) -> dict[str, Any]:
+    from dapo_megatron.megatron.model import build_chunks
+
+    family = family_of(folder.config)
+    dimensions = family.dimensions(folder.config)
+    laid_out = dataclasses.replace(family, transformer={**family.transformer, **layout.transformer})
+    chunks = build_chunks(laid_out, dimensions, config, torch.float32)
+    with torch.no_grad():
+        for _, parameter in named_local_parameters(chunks):
+            parameter.fill_(float("nan"))
+    load_hf_weights(chunks, folder, family, dimensions)
+    source = MegatronWeightSource(chunks, family, dimensions)
+    first = {key: tensor.clone() for key, tensor in source}
+    with torch.no_grad():
+        for _, parameter in named_local_parameters(chunks):
+            parameter.mul_(2)
+    in_small_buckets = MegatronWeightSource(chunks, family, dimensions, torch.bfloat16, bucket_bytes=5000)
+    return {
+        "first": first,
+        "second": {key: tensor.clone() for key, tensor in source},
+        "rounded": {key: tensor.clone() for key, tensor in in_small_buckets},
+        "metadata": source.metadata(),
+        "groups": source.groups(),
+        "iterated groups": [names for names, _ in source.iter_groups()],
+        "participates": source.participates,
+        "parameters": {key: parameter.numel() for key, parameter in named_local_parameters(chunks)},
+        "read": folder.elements,
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    found = {}
+    for model in {layout.model for layout in LAYOUTS.values()}:
+        layers = 4 if "4 layers" in model else 3
+        hf = tiny_model(model.split()[0], tied="tied" in model, layers=layers)
+        found[model] = save(hf, path / model.replace(" ", "_"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(run_layouts, RANKS, tmp_path_factory.mktemp("world"), folders)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trip(name: str, folders: dict[str, str], outcomes: list[dict[str, dict[str, Any]]]) -> None:
+    ranks = [results[name] for results in outcomes]
+    original = load_file(Path(folders[LAYOUTS[name].model]) / SINGLE_FILE)
+    exported = ranks[0]["first"]
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[key], original[key]) for key in original)
+    assert all(torch.equal(ranks[0]["second"][key], 2 * original[key]) for key in original)
+    assert all(torch.equal(ranks[0]["rounded"][key], (2 * original[key]).bfloat16()) for key in original)
+    assert not any(rank[pass_] for rank in ranks[1:] for pass_ in ("first", "second", "rounded"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_rank_0_will_yield_is_known_everywhere(name: str, outcomes: list[dict[str, dict[str, Any]]]) -> None:
+    ranks = [results[name] for results in outcomes]
+    described = [(d.name, d.dtype, d.shape) for d in ranks[0]["metadata"]]
+    assert described == [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in ranks[0]["first"].items()]
+    assert all(rank["metadata"] == ranks[0]["metadata"] for rank in ranks)
+    assert sum(ranks[0]["groups"], []) == list(ranks[0]["first"])
+    assert all(rank["groups"] == rank["iterated groups"] for rank in ranks)
+    assert not any(rank["groups"] for rank in ranks[1:])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_reads_what_it_holds(name: str, outcomes: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in (results[name] for results in outcomes):
+        read, held = rank["read"], sum(rank["parameters"].values())
+        # Embedding and output weight may hold a row of padding each.
+        assert held - 2 * 40 <= read <= held
+
+
+def test_only_ranks_that_are_needed_take_part(outcomes: list[dict[str, dict[str, Any]]]) -> None:
+    """A data-parallel copy has nothing to add, unless it holds experts of its own."""
+    taking_part = {name: [results[name]["participates"] for results in outcomes] for name in LAYOUTS}
+    assert taking_part["DP4"] == [True, False, False, False]
+    assert taking_part["TP2"] == [True, True, False, False]
+    assert taking_part["PP2 uneven"] == [True, False, True, False]
+    assert taking_part["EP2"] == [True, True, False, False]
+    assert taking_part["EP4"] == taking_part["TP2xPP2 uneven"] == [True] * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_logits_equal_hf(family: str, tied: bool, tmp_path: Path) -> None:
+    """On one rank, packed against separate sequences. The tied mixture of experts does not normalise its router."""
+    from dapo_megatron.megatron.packed import pack
+
+    hf = tiny_model(family, tied)
+    model = unwrap(one_rank_actor(tiny_config(), save(hf, tmp_path / "hf")).chunks[0])
+    samples = random_samples(7)
+    with torch.no_grad():
+        logits = model.hidden_states(pack(samples, torch.device("cpu")))[:, 0] @ model.output_weight().T
+        expected = torch.cat([hf(torch.from_numpy(sample.token_ids)[None]).logits[0] for sample in samples])
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
