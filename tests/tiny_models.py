@@ -165,13 +165,17 @@ def _free_port() -> int:
 
 
 def layout_model(name: str) -> PreTrainedModel:
-    """Sizes that two tensor-parallel ranks and four stages divide; names: qwen2, `qwen2 tied`, qwen3, qwen3_moe."""
+    """Sizes that two tensor-parallel ranks and, but for `uneven`, four stages divide.
+
+    Args:
+        name: qwen2, `qwen2 tied`, `qwen2 uneven`, qwen3 or qwen3_moe.
+    """
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 5 if name.endswith("uneven") else 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,

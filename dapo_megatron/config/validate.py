@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo_megatron.config.layout import ModelSizes, broken_rules, nearest_layouts, overrides
 from dapo_megatron.config.schema import (
     Config,
     CorrectionKind,
@@ -103,18 +104,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 
-_OPENED_LAYOUT: dict[str, object] = {
-    "parallel.tensor": 1,
-    "parallel.pipeline": 1,
-    "parallel.virtual_pipeline": None,
-    "parallel.context": 1,
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-    "parallel.sequence_parallel": False,
-    "rollout.tensor": 1,
-}
-"""The only layout that runs so far, beside any `parallel.data` and `rollout.engines`."""
-
 
 def validate(config: Config) -> None:
     """Check ranges and what fields must satisfy together.
@@ -157,22 +146,29 @@ def validate_files(config: Config) -> None:
 
 
 def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that the longest prompt with the longest response fits the model's window.
+    """Check that the model can be laid out so, and that the longest prompt with the longest response fits its window.
 
     Args:
         hf_config: the content of the model's config.json.
 
     Raises:
-        ValueError: with the three numbers.
+        ValueError: every rule that is broken, with the numbers, and the nearest layouts that work.
     """
+    problems = []
+    sizes = ModelSizes.of(hf_config)
+    broken = broken_rules(config.parallel, sizes) if sizes is not None else []
+    if sizes is not None and broken:
+        nearest = [overrides(layout, config.parallel) for layout in nearest_layouts(config.parallel, sizes)]
+        problems.append("; ".join(broken) + ". The nearest layouts that work: " + " | ".join(nearest))
     window = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(window, int) and prompt + response > window:
-        raise ValueError(
+        problems.append(
             f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response} = {prompt + response} tokens "
             f"exceed the model's window of {window} (max_position_embeddings): "
             f"lower one of them by at least {prompt + response - window}"
         )
+    _raise(problems)
 
 
 def _raise(problems: list[str]) -> None:
@@ -243,11 +239,9 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    for path, opened in _OPENED_LAYOUT.items():
-        value = _get(config, path)
-        if value != opened:
-            given, allowed = json.dumps(value), json.dumps(opened)
-            yield f"{path}={given} is not supported yet, only {allowed} is: scale with parallel.data or rollout.engines"
+    if config.rollout.tensor != 1:
+        yield (f"rollout.tensor={config.rollout.tensor} is not supported yet, only 1 is: scale with rollout.engines")
+    yield from broken_rules(config.parallel)
     parallel = config.parallel
     if parallel.overlap_param_gather and not (parallel.overlap_grad_reduce and config.optimizer.distributed):
         yield (

@@ -24,7 +24,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from dapo_megatron.config.schema import Config, MoEConfig, RecomputeConfig
+from dapo_megatron.config.layout import stage_layers
+from dapo_megatron.config.schema import Config, MoEConfig, ParallelConfig, RecomputeConfig
 from dapo_megatron.megatron.attention import SDPACoreAttention
 from dapo_megatron.megatron.kernels import rms_norm_class
 from dapo_megatron.megatron.logprob import TokenLosses, response_log_probs, response_loss
@@ -166,12 +167,22 @@ def transformer_config(
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        pipeline_model_parallel_layout=_uneven_stages(dimensions.layers, parallel),
         **_moe_kwargs(config.moe, transformer_engine),
         **_recompute_kwargs(parallel.recompute),
     )
     if settings.virtual_pipeline_model_parallel_size is not None:
         assert settings.overlap_p2p_comm and not settings.batch_p2p_comm, "interleaved stages would be silently wrong"
     return settings
+
+
+def _uneven_stages(layers: int, parallel: ParallelConfig) -> list[list[str]] | None:
+    """Megatron's layout of model chunks where they are not all alike, which it takes without being told."""
+    counts = stage_layers(layers, parallel.pipeline, parallel.virtual_pipeline)
+    if len(set(counts)) == 1:
+        return None
+    stages = [["decoder"] * count for count in counts]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def _moe_kwargs(moe: MoEConfig, transformer_engine: bool) -> dict[str, Any]:

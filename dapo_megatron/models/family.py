@@ -59,6 +59,8 @@ class Split(Protocol):
 
     sharded: ClassVar[bool]
 
+    def __hash__(self) -> int: ...
+
     def part(self, shape: Sequence[int], rank: int, size: int) -> tuple[slice, ...]:
         """Where, in an HF tensor of that shape, lies what tensor-parallel rank `rank` of `size` needs of it."""
         ...

@@ -116,7 +116,7 @@ class MegatronWeightSource:
         family: Family,
         dimensions: Dimensions,
         dtype: torch.dtype | None = None,
-        bucket_bytes: int = 128 * 1024 * 1024,
+        bucket_bytes: int = 32 * 1024 * 1024,
     ) -> None:
         self._dimensions = dimensions
         self._rank = dist.get_rank() if dist.is_initialized() else RECEIVER

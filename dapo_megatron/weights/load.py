@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ def shard_group(chunks: Sequence[nn.Module], mapping: TensorMapping) -> Any:
     return groups.expt_tp if mapping.in_expert else groups.tp
 
 
+@cache
 def hf_shapes(
-    split: Split, shard_shape: Sequence[int], shards: int, dimensions: Dimensions
+    split: Split, shard_shape: tuple[int, ...], shards: int, dimensions: Dimensions
 ) -> tuple[tuple[int, ...], ...]:
     """The shapes of the HF tensors behind a Megatron tensor of so many shards of that shape."""
     full = split.unshard([torch.empty(shard_shape, device="meta")] * (shards if split.sharded else 1))
@@ -80,7 +82,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HFFolder, family: Famil
     assert not strangers, f"the family's table has no row for {strangers}"
     places = {name: shard_group(chunks, mappings[name]) for name in parameters}
     expected = {
-        name: hf_shapes(mappings[name].split, parameter.shape, places[name].size(), dimensions)
+        name: hf_shapes(mappings[name].split, tuple(parameter.shape), places[name].size(), dimensions)
         for name, parameter in parameters.items()
     }
     _check(folder, family, dimensions, mappings, expected)

@@ -40,10 +40,12 @@ def test_shipped_configs_are_valid(name: str, algorithm: str) -> None:
     validate(load_config(name, ["parallel=data2"], [CONF]))
 
 
-def test_the_32b_recipe_lacks_nothing_but_its_layout() -> None:
-    one_gpu = ["parallel=single", "rollout.tensor=1"]
-    validate(load_config("recipe/dapo_qwen2_5_32b", one_gpu, [CONF]))
-    with pytest.raises(ValueError, match="parallel.tensor=8 is not supported yet, only 1 is"):
+def test_the_32b_recipe_lacks_nothing_but_the_engines_tensor_parallelism(shared: Path) -> None:
+    config = load_config("recipe/dapo_qwen2_5_32b", ["rollout.tensor=1"], [CONF])
+    validate(config)
+    hf_config = json.loads((shared / "model_configs.json").read_text())["Qwen2.5-32B"]["hf_config"]
+    validate_model(config, hf_config)
+    with pytest.raises(ValueError, match="rollout.tensor=4 is not supported yet, only 1 is"):
         validate(load_config("recipe/dapo_qwen2_5_32b", [], [CONF]))
 
 
@@ -124,9 +126,15 @@ def test_an_update_is_valid_iff_whole_groups_make_whole_updates(groups: int, n: 
         (["algorithm.filtering={pass_rate_low:0.8,pass_rate_high:0.2}"], "does not hold"),
         (["rollout.samples_per_prompt=1"], "rejects every group"),
         (["algorithm.correction={kind:mis,low:1.5}"], "does not hold"),
-        (["parallel.tensor=2"], "parallel.tensor=2 is not supported yet, only 1 is"),
-        (["parallel.virtual_pipeline=2"], "only null is"),
-        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel=true is not supported yet, only false is"),
+        (["rollout.tensor=2"], "rollout.tensor=2 is not supported yet, only 1 is"),
+        (["parallel.virtual_pipeline=2"], "interleaves pipeline stages, and parallel.pipeline=1"),
+        (["parallel.virtual_pipeline=1", "parallel.pipeline=2"], "must be at least 2, or null"),
+        (["parallel.sequence_parallel=true"], "among tensor-parallel ranks, and parallel.tensor=1"),
+        (["parallel.expert=4", "parallel.data=2"], "does not divide the 2 ranks of a pipeline stage"),
+        (["parallel.recompute.granularity=some"], "is not one of: none, selective, full"),
+        (["parallel.recompute.modules=[attention]"], "'attention' is not one of: core_attn"),
+        (["cluster.offload=[weights]"], "'weights' is not one of: params, grads, optimizer, reference"),
+        (["moe.token_dispatcher=allreduce"], "is not one of: alltoall, allgather, flex"),
         (["parallel.overlap_param_gather=true"], "needs parallel.overlap_grad_reduce=true"),
         (["data.train.path=''"], "data.train.path is empty"),
         (["data.train.prompt_template='Solve:'"], "must have {prompt} once; it has it 0 times"),

@@ -45,6 +45,8 @@ LAYOUTS = {
     "PP2": Layout({"pipeline": 2}),
     "PP2 tied": Layout({"pipeline": 2}, "qwen2 tied"),
     "PP2xVPP2": Layout({"pipeline": 2} | VPP2),
+    "PP2 uneven": Layout({"pipeline": 2}, "qwen2 uneven"),
+    "PP2xVPP2 uneven": Layout({"pipeline": 2} | VPP2, "qwen2 uneven"),
     "CP2": Layout({"context": 2}),
     "EP2": Layout({"data": 2, "expert": 2}, "qwen3_moe"),
     "CP2 as EP2": Layout({"context": 2, "expert": 2}, "qwen3_moe"),
