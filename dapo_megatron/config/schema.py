@@ -192,6 +192,40 @@ class ParallelConfig:
 
 
 @dataclass
+class FP8Config:
+    """Linear layers in FP8 through Transformer Engine."""
+
+    recipe: str | None = None
+    """`delayed` (a scale a tensor, from the largest values of earlier micro-batches), `tensorwise` (a scale a tensor,
+    from the tensor itself), `blockwise` (1 x 128 for activations, 128 x 128 for weights; Hopper), `mxfp8` (1 x 32;
+    Blackwell); null for none."""
+
+    format: str = "e4m3"
+    """`e4m3` for all tensors, or `hybrid`: e5m2 for gradients."""
+
+    params: bool = False
+    """Keep the parameters of the linear layers in FP8 (the float32 main parameters stay in the optimizer)."""
+
+    first_layers_bf16: int = 0
+    """Layers at the start of the model that stay in the parameters' dtype; not with `delayed`."""
+
+    last_layers_bf16: int = 0
+    """Layers at the end of the model that stay in the parameters' dtype; not with `delayed`."""
+
+    amax_history_len: int = 1024
+    """With `delayed`: micro-batches whose largest values are remembered."""
+
+    amax_compute_algo: str = "max"
+    """With `delayed`: `max` of the history, or `most_recent`."""
+
+    margin: int = 0
+    """With `delayed`: scales are smaller by 2^margin."""
+
+    emulate: bool = False
+    """Round to FP8 and multiply in the parameters' dtype instead: the recipe's numerics on any device, slowly."""
+
+
+@dataclass
 class PrecisionConfig:
     """Number formats of training and of the rollout engine."""
 
@@ -200,6 +234,8 @@ class PrecisionConfig:
 
     rollout_dtype: str = "bfloat16"
     """The rollout engine's weights: float32 or bfloat16."""
+
+    fp8: FP8Config = field(default_factory=FP8Config)
 
 
 @dataclass

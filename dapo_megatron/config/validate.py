@@ -43,6 +43,10 @@ _AT_LEAST: dict[str, float] = {
     "parallel.max_tokens_per_micro_batch": 1,
     "parallel.recompute.layers": 1,
     "moe.aux_loss_coefficient": 0,
+    "precision.fp8.first_layers_bf16": 0,
+    "precision.fp8.last_layers_bf16": 0,
+    "precision.fp8.amax_history_len": 1,
+    "precision.fp8.margin": 0,
     "algorithm.loss_norm_tokens": 1,
     "algorithm.kl.coefficient": 0,
     "algorithm.entropy_coefficient": 0,
@@ -88,7 +92,7 @@ _ABOVE: dict[str, float] = {
 }
 """Bound that the value must exceed."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision.params_dtype": ("float32", "bfloat16"),
     "precision.rollout_dtype": ("float32", "bfloat16"),
     "parallel.recompute.granularity": ("none", "selective", "full"),
@@ -100,6 +104,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.main_params_dtype": ("float32", "float16"),
     "optimizer.exp_avg_dtype": ("float32", "bfloat16", "float16", "float8"),
     "optimizer.exp_avg_sq_dtype": ("float32", "bfloat16", "float16", "float8"),
+    "precision.fp8.recipe": (None, "delayed", "tensorwise", "blockwise", "mxfp8"),
+    "precision.fp8.format": ("e4m3", "hybrid"),
+    "precision.fp8.amax_compute_algo": ("max", "most_recent"),
     "weights.transport": ("shared_memory",),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
@@ -116,6 +123,7 @@ def validate(config: Config) -> None:
             *_ranges(config),
             *_batch(config),
             *_layout(config),
+            *_fp8(config),
             *_algorithm(config),
             *_optimizer(config),
             *_sampling("rollout.sampling", config.rollout.sampling, training=True),
@@ -194,7 +202,7 @@ def _ranges(config: Config) -> Iterator[str]:
     for path, choices in _CHOICES.items():
         value = _get(config, path)
         if value not in choices:
-            yield f"{path}={value!r} is not one of: {', '.join(choices)}"
+            yield f"{path}={value!r} is not one of: {', '.join(choice or 'null' for choice in choices)}"
     for phase in config.cluster.offload:
         if phase not in OFFLOAD_PHASES:
             yield f"cluster.offload: {phase!r} is not one of: {', '.join(OFFLOAD_PHASES)}"
@@ -246,6 +254,32 @@ def _layout(config: Config) -> Iterator[str]:
     if parallel.overlap_param_gather and not (parallel.overlap_grad_reduce and config.optimizer.distributed):
         yield (
             "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true and optimizer.distributed=true"
+        )
+
+
+def _fp8(config: Config) -> Iterator[str]:
+    fp8 = config.precision.fp8
+    if fp8.recipe is None:
+        for name in ("params", "emulate", "first_layers_bf16", "last_layers_bf16"):
+            if getattr(fp8, name):
+                yield f"precision.fp8.{name}={json.dumps(getattr(fp8, name))} without a precision.fp8.recipe"
+        return
+    if fp8.recipe == "delayed" and (fp8.first_layers_bf16 or fp8.last_layers_bf16):
+        yield (
+            "precision.fp8.recipe=delayed keeps one history for all layers: first_layers_bf16 and last_layers_bf16 need "
+            "another recipe"
+        )
+    if fp8.emulate and fp8.params:
+        yield "precision.fp8.params=true stores Transformer Engine's tensors, and precision.fp8.emulate=true has none"
+    if not fp8.emulate and config.precision.params_dtype != "bfloat16":
+        yield (
+            f"precision.fp8.recipe={fp8.recipe} goes with precision.params_dtype=bfloat16, given is "
+            f"{config.precision.params_dtype}; precision.fp8.emulate=true works with either"
+        )
+    if not fp8.emulate and config.cluster.device == "cpu":
+        yield (
+            f"precision.fp8.recipe={fp8.recipe} needs a GPU and Transformer Engine, and cluster.device=cpu: "
+            "precision.fp8.emulate=true shows its numerics there"
         )
 
 

@@ -53,8 +53,8 @@ def alignment_of(config: Config) -> Alignment:
     """Context parallelism deals every sequence out in 2 x CP chunks (zig-zag); of what a rank then holds, sequence
     parallelism takes TP equal parts and an FP8 product a multiple of its block."""
     parallel = config.parallel
-    fp8 = getattr(getattr(config.precision, "fp8", None), "recipe", None)
-    held = math.lcm(parallel.tensor if parallel.sequence_parallel else 1, FP8_ALIGNMENT_TOKENS[fp8])
+    fp8_tokens = FP8_ALIGNMENT_TOKENS[config.precision.fp8.recipe]
+    held = math.lcm(parallel.tensor if parallel.sequence_parallel else 1, fp8_tokens)
     sequence = 2 * parallel.context if parallel.context > 1 else 1
     return Alignment(sequence, math.lcm(sequence, parallel.context * held))
 

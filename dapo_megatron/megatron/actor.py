@@ -33,6 +33,7 @@ from dapo_megatron.megatron.model import balance_experts, build_chunks
 from dapo_megatron.megatron.offload import OffloadableState
 from dapo_megatron.megatron.optimizer import build_optimizer, learning_rate
 from dapo_megatron.megatron.packed import ContextPlace, PackedBatch, pack
+from dapo_megatron.megatron.precision import data_parallel_settings
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import HFFolder, write_hf_folder
@@ -182,13 +183,15 @@ class MegatronActor:
             ValueError: the folder exists.
         """
         source = MegatronWeightSource(self.chunks, self.family, self.dimensions)
+        tensors = iter(source)
         with self._state.on_device("params"):
-            if source.yields:
-                write_hf_folder(Path(folder), source, self._source)
-            else:
-                for _ in source:  # sends what this rank holds
+            try:
+                if source.yields:
+                    write_hf_folder(Path(folder), tensors, self._source)
+            finally:
+                for _ in tensors:  # the other ranks send to the end, also after an error
                     pass
-        dist.barrier()
+                dist.barrier()
 
     def _run(self, micro_batches: MicroBatches, read_output: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; what `read_output(batch, output)` logs of each, in order."""
@@ -332,6 +335,7 @@ def _wrap(chunks: Sequence[Any], config: Config) -> list[Any]:
         use_distributed_optimizer=config.optimizer.distributed,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        **data_parallel_settings(config.precision.fp8),
     )
     transformer = chunks[0].config
     wrapped = [

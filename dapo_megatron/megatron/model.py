@@ -22,14 +22,17 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from dapo_megatron.config.layout import stage_layers
-from dapo_megatron.config.schema import Config, MoEConfig, ParallelConfig, RecomputeConfig
+from dapo_megatron.config.schema import Config, FP8Config, MoEConfig, ParallelConfig, RecomputeConfig
 from dapo_megatron.megatron.attention import SDPACoreAttention
+from dapo_megatron.megatron.fp8_emulation import emulate_fp8
 from dapo_megatron.megatron.kernels import rms_norm_class
 from dapo_megatron.megatron.logprob import TokenLosses, response_log_probs, response_loss
 from dapo_megatron.megatron.packed import PackedBatch
+from dapo_megatron.megatron.precision import Device, check_fp8, transformer_settings
 from dapo_megatron.models.family import Dimensions, Family
 
 
@@ -113,14 +116,17 @@ def build_chunks(
 ) -> list[PolicyModel]:
     """This rank's model chunks with uninitialised weights. Megatron's process groups must exist."""
     on_cuda = torch.cuda.is_available()
-    transformer_engine = on_cuda and importlib.util.find_spec("transformer_engine") is not None
+    check_fp8(config.precision.fp8, Device.here())
+    # Emulation replaces core's own linear layers.
+    has_transformer_engine = on_cuda and importlib.util.find_spec("transformer_engine") is not None
+    transformer_engine = has_transformer_engine and not config.precision.fp8.emulate
     transformer = transformer_config(family, dimensions, config, params_dtype, transformer_engine)
     stages = range(config.parallel.virtual_pipeline) if config.parallel.virtual_pipeline else [None]
     chunks = []
     for stage in stages:
         chunk = PolicyModel(
             transformer,
-            layer_spec(transformer, transformer_engine, stage),
+            layer_spec(transformer, config.precision.fp8, transformer_engine, stage),
             dimensions.vocab_size,
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -168,6 +174,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         pipeline_model_parallel_layout=_uneven_stages(dimensions.layers, parallel),
+        **transformer_settings(config.precision.fp8),
         **_moe_kwargs(config.moe, transformer_engine),
         **_recompute_kwargs(parallel.recompute),
     )
@@ -239,13 +246,14 @@ class RMSNorm(rms_norm_class()):  # type: ignore[misc]
 
 
 def layer_spec(
-    transformer: TransformerConfig, transformer_engine: bool, virtual_stage: int | None = None
+    transformer: TransformerConfig, fp8: FP8Config, transformer_engine: bool, virtual_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's stage: Transformer Engine's, or core's local ones with SDPA and torch's norms."""
+    """The layers of this rank's stage: Transformer Engine's, or core's local ones with SDPA and our norms."""
     block = get_gpt_decoder_block_spec(transformer, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
     if transformer_engine:
         return block
-    block = copy.deepcopy(block)  # layers of one kind share a spec
+    # Layers of one kind share a spec.
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = SDPACoreAttention
@@ -253,4 +261,7 @@ def layer_spec(
         if transformer.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     block.layer_norm = RMSNorm
+    if fp8.emulate:
+        first_layer = get_transformer_layer_offset(transformer, vp_stage=virtual_stage)
+        emulate_fp8(block, fp8, first_layer, transformer.num_layers)
     return block

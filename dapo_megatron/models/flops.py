@@ -31,8 +31,11 @@ def sequence_cost(dimensions: Dimensions) -> SequenceCost:
     """Forward and backward of one sequence, the logits of all its tokens included."""
     d = dimensions
     attention = d.hidden_size * (d.heads + 2 * d.kv_heads) * d.head_dim + d.heads * d.head_dim * d.hidden_size
-    gated_mlp = 3 * d.hidden_size * d.ffn_hidden_size
-    weights = d.layers * (attention + gated_mlp) + d.hidden_size * d.vocab_size
+    mlp = 3 * d.hidden_size * d.ffn_hidden_size
+    if d.experts:
+        # A token passes the router and the experts that it chooses.
+        mlp = d.hidden_size * (d.experts + 3 * d.experts_per_token * d.moe_ffn_hidden_size)
+    weights = d.layers * (attention + mlp) + d.hidden_size * d.vocab_size
     # Scores and their product with the values are 2 L^2 FLOPs each a channel, of which the causal mask leaves half.
     products = 2 * d.layers * d.heads * d.head_dim
     return SequenceCost(_FORWARD_AND_BACKWARD * 2 * weights, _FORWARD_AND_BACKWARD * products)

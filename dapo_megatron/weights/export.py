@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dapo_megatron.models.family import Dimensions, Family, TensorMapping
+from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.models.family import Family, TensorMapping
 from dapo_megatron.weights.load import hf_shapes, named_local_parameters, shard_group
 
 RECEIVER = 0

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dapo_megatron.models.family import Dimensions, Family, Split, TensorMapping
+from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.models.family import Family, TensorMapping
+from dapo_megatron.models.split import Split
 from dapo_megatron.weights.hf_folder import HFFolder
 
 # Transformer Engine's layer spec fuses these norms into the linear layer behind them.

@@ -3,8 +3,7 @@ it holds."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +20,26 @@ from tests.tiny_models import one_rank_actor, random_samples, save, tiny_config,
 
 RANKS = 4
 
-UNEVEN = {"num_layers_in_first_pipeline_stage": 2}
-"""Of three layers on two stages."""
-
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes other than 1, the model, and TransformerConfig fields beside them."""
+    """Sizes other than 1, and the model: three layers, which two stages share unevenly, unless its name says more."""
 
     sizes: dict[str, int]
     model: str = "qwen2"
-    transformer: dict[str, Any] = field(default_factory=dict)
 
 
 LAYOUTS = {
     "DP4": Layout({"data": 4}),
     "TP2": Layout({"data": 2, "tensor": 2}),
     "TP2 tied": Layout({"data": 2, "tensor": 2}, "qwen2 tied"),
-    "PP2 uneven": Layout({"data": 2, "pipeline": 2}, "qwen3", UNEVEN),
-    "PP2 uneven tied": Layout({"data": 2, "pipeline": 2}, "qwen3 tied", UNEVEN),
+    "PP2 uneven": Layout({"data": 2, "pipeline": 2}, "qwen3"),
+    "PP2 uneven tied": Layout({"data": 2, "pipeline": 2}, "qwen3 tied"),
     "PP2xVPP2": Layout({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen3 4 layers"),
     "PP4 tied": Layout({"pipeline": 4}, "qwen2 tied 4 layers"),
     "CP2xTP2": Layout({"context": 2, "tensor": 2}, "qwen3"),
-    "TP2xPP2 uneven": Layout({"tensor": 2, "pipeline": 2}, "qwen2", UNEVEN),
+    "TP2xPP2 uneven": Layout({"tensor": 2, "pipeline": 2}, "qwen2"),
+    "PP2xVPP2 uneven": Layout({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen3 tied 5 layers"),
     "TP2xPP2xVPP2 tied": Layout({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen2 tied 4 layers"),
     "EP2": Layout({"data": 4, "expert": 2}, "qwen3_moe"),
     "EP4": Layout({"data": 4, "expert": 4}, "qwen3_moe"),
@@ -51,7 +47,7 @@ LAYOUTS = {
     "TP2xEP4": Layout({"data": 2, "tensor": 2, "expert": 4}, "qwen3_moe"),
     "TP2xEP2xETP2": Layout({"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2}, "qwen3_moe tied"),
     "ETP2 of TP1": Layout({"data": 4, "expert": 2, "expert_tensor": 2}, "qwen3_moe"),
-    "EP2xPP2 uneven": Layout({"data": 2, "pipeline": 2, "expert": 2}, "qwen3_moe", UNEVEN),
+    "EP2xPP2 uneven": Layout({"data": 2, "pipeline": 2, "expert": 2}, "qwen3_moe"),
     "TP2xPP2xEP2xVPP2": Layout(
         {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "qwen3_moe tied 4 layers"
     ),
@@ -80,18 +76,17 @@ def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str]) 
         for size_name, size in layout.sizes.items():
             setattr(config.parallel, size_name, size)
         initialize_parallel(config.parallel, rank, world_size, f"tcp://127.0.0.1:{port}")
-        results[name] = round_trip(layout, config, CountingFolder(folders[layout.model]))
+        results[name] = round_trip(config, CountingFolder(folders[layout.model]))
         parallel_state.destroy_model_parallel()
     return results
 
 
-def round_trip(layout: Layout, config: Any, folder: CountingFolder) -> dict[str, Any]:
+def round_trip(config: Any, folder: CountingFolder) -> dict[str, Any]:
     from dapo_megatron.megatron.model import build_chunks
 
     family = family_of(folder.config)
     dimensions = family.dimensions(folder.config)
-    laid_out = dataclasses.replace(family, transformer={**family.transformer, **layout.transformer})
-    chunks = build_chunks(laid_out, dimensions, config, torch.float32)
+    chunks = build_chunks(family, dimensions, config, torch.float32)
     with torch.no_grad():
         for _, parameter in named_local_parameters(chunks):
             parameter.fill_(float("nan"))
@@ -120,7 +115,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("models")
     found = {}
     for model in {layout.model for layout in LAYOUTS.values()}:
-        layers = 4 if "4 layers" in model else 3
+        layers = next((int(word) for word in model.split() if word.isdigit()), 3)
         hf = tiny_model(model.split()[0], tied="tied" in model, layers=layers)
         found[model] = save(hf, path / model.replace(" ", "_"))
     return found

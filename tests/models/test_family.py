@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.models.family import Dimensions, Family, FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
+from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.models.family import Family
 from dapo_megatron.models.llama import LLAMA
 from dapo_megatron.models.qwen2 import QWEN2
 from dapo_megatron.models.qwen3 import QWEN3
 from dapo_megatron.models.qwen3_moe import QWEN3_MOE
 from dapo_megatron.models.registry import FAMILIES, family_of
+from dapo_megatron.models.split import FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
 
 LLAMA_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+from collections.abc import ItemsView
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dapo_megatron.models.family import Dimensions, Family, Vocabulary
+from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.models.family import Family
 from dapo_megatron.models.registry import family_of
+from dapo_megatron.models.split import Vocabulary
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import SINGLE_FILE, HFFolder
 from dapo_megatron.weights.load import load_hf_weights, named_local_parameters
@@ -42,7 +45,7 @@ class FakeChunk:
                     shape[0] = -(-dimensions.vocab_size // ranks)
                 self.parameters[mapping.megatron] = nn.Parameter(torch.full(shape, float("nan")))
 
-    def named_parameters(self):
+    def named_parameters(self) -> ItemsView[str, nn.Parameter]:
         return self.parameters.items()
 
 
