@@ -15,7 +15,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_megatron.cluster.actors import RayEngine, RayTrainingGroup, TrainingRank
-from dapo_megatron.config.schema import Config, ParallelConfig
+from dapo_megatron.config.layout import world_size
+from dapo_megatron.config.schema import Config, FP8Config
 from dapo_megatron.rollout.engine import RolloutEngine, engine_environment
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,6 @@ def device_kind(config: Config) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def world_size(parallel: ParallelConfig) -> int:
-    """Number of training ranks."""
-    return parallel.tensor * parallel.pipeline * parallel.context * parallel.data
 
 
 @contextmanager
@@ -116,9 +112,26 @@ def _resources(config: Config) -> dict[str, Any]:
     return {"num_cpus": 1, "num_gpus": DEVICE_SHARE if device_kind(config) == "cuda" else 0}
 
 
+def fp8_environment(fp8: FP8Config, capability: tuple[int, int] | None) -> dict[str, str]:
+    """What Transformer Engine reads when it is imported, so that it must be there before.
+
+    Blockwise scales are float32, as in DeepSeek-V3's checkpoints and in engines that read them. From compute capability
+    10 on (Blackwell) the recipe runs as mxfp8, whose scales are powers of two.
+    """
+    if fp8.recipe != "blockwise" or fp8.emulate:
+        return {}
+    on_blackwell = capability is not None and capability >= (10, 0)
+    return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0" if on_blackwell else "1"}
+
+
 def _training_environment(config: Config) -> dict[str, str]:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if device_kind(config) == "cpu":
+    if device_kind(config) == "cuda":
+        import torch
+
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        environment |= fp8_environment(config.precision.fp8, capability)
+    else:
         environment |= {
             "OMP_NUM_THREADS": str(config.cluster.cpu_threads_per_actor),
             "OMP_WAIT_POLICY": "PASSIVE",  # idle threads would spin on the cores that the engine needs

@@ -19,7 +19,13 @@ _SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model a layout has to divide; `experts` is 0 for a dense one."""
+    """What of a model a layout has to divide.
+
+    Attributes:
+        ffn_hidden_size: of the dense MLPs; 0 if every layer has experts.
+        experts: routed experts of a layer; 0 for a dense model.
+        moe_ffn_hidden_size: of one expert; 0 for a dense model.
+    """
 
     layers: int
     heads: int
@@ -38,12 +44,13 @@ class ModelSizes:
             (hf_config[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if hf_config.get(key)),
             0,
         )
+        has_dense_mlp = not experts or hf_config.get("first_k_dense_replace") or hf_config.get("mlp_only_layers")
         layers, heads, ffn = (hf_config[key] for key in needed)
         return cls(
             layers=layers,
             heads=heads,
             kv_heads=hf_config.get("num_key_value_heads") or heads,
-            ffn_hidden_size=ffn,
+            ffn_hidden_size=ffn if has_dense_mlp else 0,
             experts=experts,
             moe_ffn_hidden_size=(hf_config.get("moe_intermediate_size") or ffn) if experts else 0,
         )
@@ -52,33 +59,57 @@ class ModelSizes:
 def stage_layers(layers: int, pipeline: int, virtual_pipeline: int | None = None) -> list[int]:
     """Layers of each model chunk, in the order of the layers: as even as can be, the first chunks take one more.
 
-    Chunk i belongs to pipeline rank i % pipeline.
+    Chunk i belongs to pipeline rank i % pipeline. 61 layers over 8 stages are 8, 8, 8, 8, 8, 7, 7, 7: the last stage,
+    which has the output layer too, is never the longer one.
     """
     chunks = pipeline * (virtual_pipeline or 1)
     return [layers // chunks + (chunk < layers % chunks) for chunk in range(chunks)]
 
 
 def broken_rules(parallel: ParallelConfig, model: ModelSizes | None = None) -> list[str]:
-    """Each rule that a layout breaks, with the numbers; without a model only those that need none."""
+    """Each rule that a layout breaks, with the numbers; without a model only those that need none.
+
+    Sizes below 1 have no rules here: they are out of range.
+    """
+    sizes = (*(getattr(parallel, name) for name in _SIZES), parallel.recompute.layers)
+    if any(size is not None and size < 1 for size in sizes):
+        return []
     return list(_rules(parallel)) if model is None else [*_rules(parallel), *_model_rules(parallel, model)]
 
 
 def _rules(p: ParallelConfig) -> Iterator[str]:
     if p.sequence_parallel and p.tensor == 1:
-        yield "parallel.sequence_parallel=true shares sequences among tensor-parallel ranks, and parallel.tensor=1"
+        yield (
+            "parallel.sequence_parallel=true shares sequences among tensor-parallel ranks, and parallel.tensor=1: "
+            "sequence_parallel=false, or tensor of at least 2"
+        )
     if p.virtual_pipeline is not None and p.virtual_pipeline < 2:
         yield f"parallel.virtual_pipeline={p.virtual_pipeline} must be at least 2, or null for one chunk a stage"
     if p.virtual_pipeline is not None and p.pipeline == 1:
-        yield f"parallel.virtual_pipeline={p.virtual_pipeline} interleaves pipeline stages, and parallel.pipeline=1"
-    ranks = p.tensor * p.context * p.data
-    if ranks % (p.expert * p.expert_tensor):
         yield (
-            f"parallel.expert={p.expert} x expert_tensor={p.expert_tensor} = {p.expert * p.expert_tensor} does not "
-            f"divide the {ranks} ranks of a pipeline stage (tensor {p.tensor} x context {p.context} x data {p.data})"
+            f"parallel.virtual_pipeline={p.virtual_pipeline} interleaves pipeline stages, and parallel.pipeline=1: "
+            "virtual_pipeline=null, or pipeline of at least 2"
+        )
+    ranks = p.tensor * p.context * p.data
+    holders = p.expert * p.expert_tensor
+    if ranks % holders:
+        nearest = min(_divisors(ranks), key=lambda divisor: abs(divisor - holders))
+        yield (
+            f"parallel.expert={p.expert} x expert_tensor={p.expert_tensor} = {holders} does not divide the {ranks} "
+            f"ranks of a pipeline stage (tensor {p.tensor} x context {p.context} x data {p.data}): the nearest product "
+            f"that does is {nearest}"
+        )
+    least_tokens = p.context * math.lcm(2 if p.context > 1 else 1, p.tensor if p.sequence_parallel else 1)
+    if 1 <= p.max_tokens_per_micro_batch < least_tokens:
+        yield (
+            f"parallel.max_tokens_per_micro_batch={p.max_tokens_per_micro_batch} must be at least {least_tokens}: a "
+            f"micro-batch is padded to a multiple of that (context {p.context}, tensor {p.tensor})"
         )
 
 
 def _model_rules(p: ParallelConfig, model: ModelSizes) -> Iterator[str]:
+    # Megatron takes more ranks than key/value heads by holding each head several times; the weights' way in and out
+    # knows every parameter on one rank only.
     for what, size in (
         ("attention heads", model.heads),
         ("key/value heads", model.kv_heads),
@@ -92,6 +123,15 @@ def _model_rules(p: ParallelConfig, model: ModelSizes) -> Iterator[str]:
             f"parallel.pipeline={p.pipeline} x virtual_pipeline={p.virtual_pipeline or 1} = {chunks} model chunks are "
             f"more than the model's {model.layers} layers"
         )
+    elif p.recompute.granularity == "full" and p.recompute.method == "uniform":
+        # Megatron runs the last unit of a chunk past the chunk's end.
+        counts = sorted(set(stage_layers(model.layers, p.pipeline, p.virtual_pipeline)))
+        if any(count % p.recompute.layers for count in counts):
+            yield (
+                f"parallel.recompute.layers={p.recompute.layers} with method=uniform does not divide the "
+                f"{' and '.join(map(str, counts))} layers of a model chunk: possible are "
+                f"{', '.join(map(str, _divisors(math.gcd(*counts))))}, or method=block"
+            )
     if not model.experts:
         for name in ("expert", "expert_tensor"):
             if getattr(p, name) > 1:
@@ -111,11 +151,32 @@ def _model_rules(p: ParallelConfig, model: ModelSizes) -> Iterator[str]:
         )
 
 
-def nearest_layouts(parallel: ParallelConfig, model: ModelSizes, count: int = 3) -> list[ParallelConfig]:
-    """Layouts of the same world size that break no rule, the ones most like the given first."""
-    world = parallel.tensor * parallel.pipeline * parallel.context * parallel.data
-    found = [layout for layout in _layouts(world, parallel, model) if not broken_rules(layout, model)]
-    return sorted(found, key=lambda layout: _distance(layout, parallel))[:count]
+def world_size(parallel: ParallelConfig) -> int:
+    """Ranks of a layout."""
+    return parallel.tensor * parallel.pipeline * parallel.context * parallel.data
+
+
+def nearest_layouts(
+    parallel: ParallelConfig, model: ModelSizes, most_data: int | None = None, count: int = 3
+) -> list[ParallelConfig]:
+    """Layouts that break no rule, the ones most like the given first.
+
+    They have the world size of the given one, or its largest divisor for which there is a layout; none are found if a
+    rule fails in all of them.
+
+    Args:
+        most_data: largest data-parallel size.
+        count: at most so many.
+    """
+    for world in reversed(_divisors(world_size(parallel))):
+        found = [
+            layout
+            for layout in _layouts(world, parallel, model)
+            if (most_data is None or layout.data <= most_data) and not broken_rules(layout, model)
+        ]
+        if found:
+            return sorted(found, key=lambda layout: _distance(layout, parallel))[:count]
+    return []
 
 
 def _layouts(world: int, like: ParallelConfig, model: ModelSizes) -> Iterator[ParallelConfig]:
@@ -152,10 +213,12 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _distance(layout: ParallelConfig, given: ParallelConfig) -> tuple[float, float]:
-    """How many sizes differ and by how much; of equals the one with more data parallelism, which is the cheapest."""
+def _distance(layout: ParallelConfig, given: ParallelConfig) -> tuple[float, int, int]:
+    """How many sizes differ and by how much; of equals, first those that deal out sequences as the given one does, then
+    the one with more data parallelism, which is the cheapest."""
     ratios = [abs(math.log2((getattr(layout, name) or 1) / (getattr(given, name) or 1))) for name in _SIZES]
-    return sum(ratios) + sum(ratio > 0 for ratio in ratios), -layout.data
+    dealt_otherwise = (layout.context != given.context) + (layout.sequence_parallel != given.sequence_parallel)
+    return sum(ratios) + sum(ratio > 0 for ratio in ratios), dealt_otherwise, -layout.data
 
 
 def overrides(layout: ParallelConfig, given: ParallelConfig) -> str:

@@ -142,7 +142,7 @@ class MoEConfig:
     """Number format of the routing: float32, float64, or `params` for that of the parameters."""
 
     token_dispatcher: str = "alltoall"
-    """`alltoall`, `allgather`, or `flex` (DeepEP, CUDA only)."""
+    """`alltoall`, or `flex` (DeepEP, CUDA only); Megatron's `allgather` does not take packed sequences."""
 
     grouped_gemm: bool = True
     """All experts of a rank in one grouped product where Transformer Engine is there; else one by one."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_megatron.config.layout import ModelSizes, broken_rules, nearest_layouts, overrides
+from dapo_megatron.config.layout import ModelSizes, broken_rules, nearest_layouts, overrides, world_size
 from dapo_megatron.config.schema import (
     Config,
     CorrectionKind,
@@ -98,7 +98,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "parallel.recompute.granularity": ("none", "selective", "full"),
     "parallel.recompute.method": ("uniform", "block"),
     "moe.router_dtype": ("float32", "float64", "params"),
-    "moe.token_dispatcher": ("alltoall", "allgather", "flex"),
+    "moe.token_dispatcher": ("alltoall", "flex"),
     "optimizer.decay": ("constant", "linear", "cosine"),
     "optimizer.main_grads_dtype": ("float32", "bfloat16"),
     "optimizer.main_params_dtype": ("float32", "float16"),
@@ -164,10 +164,8 @@ def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """
     problems = []
     sizes = ModelSizes.of(hf_config)
-    broken = broken_rules(config.parallel, sizes) if sizes is not None else []
-    if sizes is not None and broken:
-        nearest = [overrides(layout, config.parallel) for layout in nearest_layouts(config.parallel, sizes)]
-        problems.append("; ".join(broken) + ". The nearest layouts that work: " + " | ".join(nearest))
+    if sizes is not None:
+        problems += [*_layout_of_model(config, sizes), *_fp8_of_model(config, sizes)]
     window = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(window, int) and prompt + response > window:
@@ -177,6 +175,31 @@ def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"lower one of them by at least {prompt + response - window}"
         )
     _raise(problems)
+
+
+def _layout_of_model(config: Config, sizes: ModelSizes) -> Iterator[str]:
+    given = config.parallel
+    broken = "; ".join(broken_rules(given, sizes))
+    if not broken:
+        return
+    nearest = nearest_layouts(given, sizes, most_data=config.trainer.update_batch_size)
+    if nearest:
+        lines = [f"{broken}. The nearest layouts of {world_size(nearest[0])} ranks that work:"]
+        yield "\n    ".join([*lines, *(overrides(layout, given) for layout in nearest)])
+    else:
+        yield broken
+
+
+def _fp8_of_model(config: Config, sizes: ModelSizes) -> Iterator[str]:
+    fp8, pipeline = config.precision.fp8, config.parallel.pipeline
+    most = sizes.layers // pipeline
+    for name in ("first_layers_bf16", "last_layers_bf16"):
+        # Megatron's bound; emulation has none.
+        if fp8.recipe is not None and not fp8.emulate and getattr(fp8, name) > most:
+            yield (
+                f"precision.fp8.{name}={getattr(fp8, name)} is more than a pipeline stage has layers: at most {most} "
+                f"({sizes.layers} layers / parallel.pipeline={pipeline})"
+            )
 
 
 def _raise(problems: list[str]) -> None:
@@ -266,8 +289,8 @@ def _fp8(config: Config) -> Iterator[str]:
         return
     if fp8.recipe == "delayed" and (fp8.first_layers_bf16 or fp8.last_layers_bf16):
         yield (
-            "precision.fp8.recipe=delayed keeps one history for all layers: first_layers_bf16 and last_layers_bf16 need "
-            "another recipe"
+            "precision.fp8.recipe=delayed keeps one history for all layers: first_layers_bf16 and last_layers_bf16 "
+            "need another recipe"
         )
     if fp8.emulate and fp8.params:
         yield "precision.fp8.params=true stores Transformer Engine's tensors, and precision.fp8.emulate=true has none"

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from dapo_megatron.algorithm.loss import LossOutput, policy_loss
+from dapo_megatron.config import layout
 from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.data.types import TrainingSample
@@ -306,11 +307,11 @@ def initialize_parallel(parallel: ParallelConfig, rank: int, world_size: int, in
     Raises:
         ValueError: the layout does not make the world size.
     """
-    layout = parallel.data * parallel.tensor * parallel.pipeline * parallel.context
-    if layout != world_size:
+    ranks = layout.world_size(parallel)
+    if ranks != world_size:
         raise ValueError(
             f"parallel: data {parallel.data} x tensor {parallel.tensor} x pipeline {parallel.pipeline} x "
-            f"context {parallel.context} = {layout} ranks, but there are {world_size}"
+            f"context {parallel.context} = {ranks} ranks, but there are {world_size}"
         )
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"

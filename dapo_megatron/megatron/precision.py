@@ -128,15 +128,3 @@ def data_parallel_settings(fp8: FP8Config) -> dict[str, Any]:
     if fp8.recipe is None or not fp8.params:
         return {}
     return {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": fp8.recipe == "mxfp8"}
-
-
-def environment(fp8: FP8Config, capability: tuple[int, int] | None) -> dict[str, str]:
-    """What Transformer Engine reads from the environment when it is imported.
-
-    Blockwise scales are float32 as in DeepSeek-V3's checkpoints and engines. On Blackwell the recipe runs as mxfp8,
-    whose scales are powers of two.
-    """
-    if fp8.recipe != "blockwise" or fp8.emulate:
-        return {}
-    on_blackwell = capability is not None and capability >= BLACKWELL
-    return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0" if on_blackwell else "1"}

@@ -134,7 +134,7 @@ def test_an_update_is_valid_iff_whole_groups_make_whole_updates(groups: int, n: 
         (["parallel.recompute.granularity=some"], "is not one of: none, selective, full"),
         (["parallel.recompute.modules=[attention]"], "'attention' is not one of: core_attn"),
         (["cluster.offload=[weights]"], "'weights' is not one of: params, grads, optimizer, reference"),
-        (["moe.token_dispatcher=allreduce"], "is not one of: alltoall, allgather, flex"),
+        (["moe.token_dispatcher=allgather"], "is not one of: alltoall, flex"),
         (["parallel.overlap_param_gather=true"], "needs parallel.overlap_grad_reduce=true"),
         (["data.train.path=''"], "data.train.path is empty"),
         (["data.train.prompt_template='Solve:'"], "must have {prompt} once; it has it 0 times"),

@@ -23,12 +23,22 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes other than 1, a model, and what else is special."""
+    """Sizes other than 1, a model, and what else is special.
+
+    Attributes:
+        distributed: with the distributed optimizer, where a rank holds the sum of its own shard of the gradients only.
+        overlap: reductions and gathers run beside computation.
+        moe: options of the MoE layers, of the one rank too.
+    """
 
     sizes: dict[str, Any]
     model: str = "qwen2"
     dtype: str = "float32"
+    distributed: bool = False
+    overlap: bool = False
     samples: tuple[int, ...] = tuple(range(SAMPLES))
+    moe: tuple[tuple[str, Any], ...] = ()
+    max_tokens: int = MAX_TOKENS
 
     @property
     def ranks(self) -> int:
@@ -37,6 +47,7 @@ class Layout:
 
 SP = {"sequence_parallel": True}
 VPP2 = {"virtual_pipeline": 2}
+BALANCED = (("aux_loss_coefficient", 0.1),)
 LAYOUTS = {
     "DP2": Layout({"data": 2}),
     "TP2": Layout({"tensor": 2}),
@@ -64,17 +75,32 @@ LAYOUTS = {
     "DP2xTP2": Layout({"data": 2, "tensor": 2}),
     "TP2+SPxEP2": Layout({"tensor": 2, "data": 2, "expert": 2} | SP, "qwen3_moe"),
     "EP2xPP2": Layout({"data": 2, "expert": 2, "pipeline": 2}, "qwen3_moe"),
+    "DP2xTP2+SP distributed": Layout({"data": 2, "tensor": 2} | SP, distributed=True),
+    "DP2xPP2xVPP2 distributed, overlapped": Layout({"data": 2, "pipeline": 2} | VPP2, distributed=True, overlap=True),
+    "DP2xCP2 distributed, overlapped": Layout({"data": 2, "context": 2}, distributed=True, overlap=True),
+    "EP2xDP4 distributed": Layout({"data": 4, "expert": 2}, "qwen3_moe", distributed=True),
+    # The load-balancing loss is one micro-batch's, so that all tokens are in one; padding has no part in it.
+    "TP2+SP as EP2, balanced": Layout({"tensor": 2, "expert": 2} | SP, "qwen3_moe", moe=BALANCED, max_tokens=4096),
+    "CP2xPP2, balanced": Layout({"context": 2, "pipeline": 2}, "qwen3_moe", moe=BALANCED, max_tokens=4096),
     "TP2+SPxPP2 bf16": Layout({"tensor": 2, "pipeline": 2} | SP, dtype="bfloat16"),
 }
 
 
-def make_config(layout: Layout | None, dtype: str = "float32") -> Config:
-    config = tiny_config(distributed=False, clip_grad=0.02)
+def make_config(layout: Layout, *, one_rank: bool) -> Config:
+    # With a large eps the update is nearly linear in the gradient, so that steps compare as gradients do.
+    config = tiny_config(
+        distributed=layout.distributed and not one_rank, eps=1.0, clip_grad=0.02, lr=10.0, weight_decay=0.0
+    )
     config.algorithm.entropy_coefficient = 0.01
     config.algorithm.kl.coefficient = 0.05
-    config.parallel.max_tokens_per_micro_batch = MAX_TOKENS
-    config.precision.params_dtype = dtype
-    for name, size in layout.sizes.items() if layout else ():
+    config.parallel.max_tokens_per_micro_batch = layout.max_tokens
+    for name, value in layout.moe:
+        setattr(config.moe, name, value)
+    if one_rank:
+        return config
+    config.precision.params_dtype = layout.dtype
+    config.parallel.overlap_grad_reduce = config.parallel.overlap_param_gather = layout.overlap
+    for name, size in layout.sizes.items():
         setattr(config.parallel, name, size)
     return config
 
@@ -87,15 +113,16 @@ def samples_of(layout: Layout) -> list[TrainingSample]:
 
 
 def one_update(actor: Any, layout: Layout, config: Config) -> dict[str, Any]:
-    """Log-probs, the result of an update, and this rank's shards of the gradients."""
+    """Log-probs, the result of an update, and this rank's shards of the gradients and of the optimizer's step."""
     from dapo_megatron.weights.load import named_local_parameters
 
+    before = {name: p.detach().clone() for name, p in named_local_parameters(actor.chunks)}
     samples = samples_of(layout)
     multiple = config.parallel.pipeline if config.parallel.virtual_pipeline else 1
     plan = plan_micro_batches(
         [sample.total_tokens for sample in samples],
         config.parallel.data,
-        MAX_TOKENS,
+        config.parallel.max_tokens_per_micro_batch,
         alignment=alignment_of(config),
         count_multiple=multiple,
     )[actor.data_parallel_rank]
@@ -112,6 +139,9 @@ def one_update(actor: Any, layout: Layout, config: Config) -> dict[str, Any]:
         if actor.answers_for_share
         else {},
         "gradients": {name: p.main_grad.float().numpy().copy() for name, p in named_local_parameters(actor.chunks)},
+        "steps": {
+            name: (p.detach() - before[name]).float().numpy() for name, p in named_local_parameters(actor.chunks)
+        },
     }
 
 
@@ -122,7 +152,7 @@ def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str], 
     results = {}
     for name in names:
         layout = LAYOUTS[name]
-        config = make_config(layout, layout.dtype)
+        config = make_config(layout, one_rank=False)
         place = {"rank": rank, "world_size": world_size, "master_address": "127.0.0.1", "master_port": port}
         actor = MegatronActor(config, folders[layout.model], **place)
         results[name] = one_update(actor, layout, config) | {
@@ -150,42 +180,45 @@ def outcomes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-def gather(ranks: list[dict[str, Any]], actor: Any) -> dict[str, np.ndarray]:
-    """Full gradients from the shards of all ranks, by the family's table alone."""
+def gather(ranks: list[dict[str, Any]], what: str, actor: Any) -> dict[str, np.ndarray]:
+    """Full gradients or steps from the shards of all ranks, by the family's table alone."""
     full = {}
     for mapping in actor.family.tensors(actor.dimensions):
         shards = {
-            r["tensor"]: torch.from_numpy(r["gradients"][mapping.megatron])
-            for r in ranks
-            if mapping.megatron in r["gradients"]
+            rank["tensor"]: torch.from_numpy(rank[what][mapping.megatron])
+            for rank in ranks
+            if mapping.megatron in rank[what]
         }
-        if not shards:
-            continue
-        split = mapping.split
-        whole = ".local_experts." in mapping.megatron  # expert tensor parallelism of 1: each expert is whole
-        full[mapping.megatron] = (
-            next(iter(shards.values())) if whole else split.unshard([shards[i] for i in sorted(shards)])
-        ).numpy()
+        if mapping.in_expert:  # each expert is whole
+            full[mapping.megatron] = next(iter(shards.values())).numpy()
+        elif shards:  # a tied output weight is the embedding but on a last stage of its own
+            full[mapping.megatron] = mapping.split.unshard([shards[i] for i in sorted(shards)]).numpy()
     return full
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_rank(name: str, folders: dict[str, str], outcomes: dict[str, list[dict[str, Any]]]) -> None:
     layout = LAYOUTS[name]
-    config = make_config(None)
+    config = make_config(layout, one_rank=True)
     actor = one_rank_actor(config, folders[layout.model])
     one = one_update(actor, layout, config)
     ranks = outcomes[name]
-    # bf16 rounds weights and activations to 2^-8 in every layer.
-    bound = 1e-5 if layout.dtype == "float32" else 0.1
+    exact = layout.dtype == "float32"
+    # bfloat16 keeps 8 bits: activations, weights and gradients are rounded in every layer.
+    relative, absolute = (1e-5, 1e-7) if exact else (0.05, 0.02)
     for rank in ranks:
-        assert rank["result"] == pytest.approx(one["result"], rel=bound, abs=1e-7 if bound == 1e-5 else 0.05)
+        assert rank["result"] == pytest.approx(one["result"], rel=relative, abs=absolute)
     log_probs = {i: values for rank in ranks for i, values in rank["log_probs"].items()}
     assert log_probs.keys() == one["log_probs"].keys()
     for i, values in log_probs.items():
-        np.testing.assert_allclose(values, one["log_probs"][i], atol=bound)
-    gathered = gather(ranks, actor)
-    assert gathered.keys() >= {name for name in one["gradients"] if "output_layer" not in name or name in gathered}
-    for tensor, want in one["gradients"].items():
-        got = gathered[tensor][: want.shape[0]]
-        assert np.abs(got - want).max() <= bound * np.abs(want).max(), tensor
+        np.testing.assert_allclose(values, one["log_probs"][i], atol=1e-5 if exact else 0.1)
+    # A step is the difference of two weights, whose last bits are lost.
+    for what, bound in {"gradients": relative, "steps": 5e-4}.items():
+        if (what == "gradients" and layout.distributed) or (what == "steps" and not exact):
+            continue
+        gathered = gather(ranks, what, actor)
+        assert one[what].keys() <= gathered.keys()
+        for tensor, want in one[what].items():
+            got = gathered[tensor][: want.shape[0]]
+            assert np.abs(want).max() > 1e-5, (what, tensor)
+            assert np.abs(got - want).max() <= bound * np.abs(want).max(), (what, tensor)
