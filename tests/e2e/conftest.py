@@ -33,7 +33,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,

@@ -49,12 +49,21 @@ def test_first_update_of_a_step_starts_at_ratio_one(one_engine: RunDirectory) ->
         assert line["policy/skipped_updates"] == 0
 
 
-def test_two_ranks_and_two_engines_train_the_same(
-    one_engine: RunDirectory, command: Command, problems: list[str], tmp_path: Path
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.data=2", "rollout.engines=2"],
+        ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2"],
+        ["parallel.context=2"],
+    ],
+    ids=["two ranks, two engines", "TP2+SPxPP2", "CP2"],
+)
+def test_another_layout_trains_the_same(
+    layout: list[str], one_engine: RunDirectory, command: Command, problems: list[str], tmp_path: Path
 ) -> None:
-    """The same batch, loss and gradient for another layout; and both engines follow the sync."""
-    layout = ["parallel.data=2", "rollout.engines=2", "evaluation.before_training=false", "evaluation.sets={}"]
-    command([*TRAIN, *problems, *layout, "trainer.steps=2", f"trainer.run_dir={tmp_path / 'two'}"])
+    """The same batch, loss and gradient; and every engine follows the sync, tensor for tensor."""
+    options = ["evaluation.before_training=false", "evaluation.sets={}", "weights.checksums=true"]
+    command([*TRAIN, *problems, *layout, *options, "trainer.steps=2", f"trainer.run_dir={tmp_path / 'two'}"])
     two = RunDirectory.open(tmp_path / "two")
     reference = one_engine.read_samples("step_0000001")
     assert [s["response"] for s in two.read_samples("step_0000001")] == [s["response"] for s in reference]
