@@ -33,8 +33,10 @@ CHUNK_ELEMENTS = 40 << 20
 CACHED_ELEMENTS = 2 << 20
 """Logits per element-wise pass on a CPU: as many as its cache keeps from one pass to the next."""
 
-BLOCK_COLUMNS = 8192
-"""Columns of the vocabulary whose weights, or gradients, are held in a second dtype at once."""
+BLOCK_ELEMENTS = 4 << 20
+"""Elements of a bfloat16 weight, or of its gradient, that are held in a second dtype at once."""
+
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def response_log_probs(
@@ -148,7 +150,7 @@ class _ResponseLoss(torch.autograd.Function):
                 values[rows].clone().requires_grad_(with_gradients) for values in (chunks.log_probs, chunks.entropy)
             ]
             with torch.set_grad_enabled(with_gradients):
-                loss_of_rows = token_losses(*leaves, rows)
+                loss_of_rows = token_losses(leaves[0], leaves[1], rows)
             if with_gradients:
                 chunks.add_gradients(rows, *torch.autograd.grad(loss_of_rows, leaves, allow_unused=True))
             loss += loss_of_rows.detach()
@@ -188,80 +190,98 @@ class _Chunks:
         # On a GPU launches cost more than memory traffic.
         self.cached_rows = longest if hidden.is_cuda else min(longest, max(1, CACHED_ELEMENTS // len(weight)))
 
-        def float32(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=hidden.device)
 
-        self.log_probs, self.entropy = float32(responses), float32(responses)
+        self.log_probs, self.entropy = zeros(responses), zeros(responses)
         # The same memory for all chunks: to the CPU, fresh pages cost as much as a pass over them.
-        self.logits, self.scratch = float32(longest, self.columns), float32(self.cached_rows, self.columns)
-        self.computed: tuple[Tensor, ...] = ()
+        self.logits, self.scratch = zeros(longest, self.columns), zeros(self.cached_rows, self.columns)
         if with_gradients:
-            self.hidden_grad = hidden.new_zeros(responses, hidden.shape[1])
-            self.weight_grad = float32(*weight.shape)
+            self.hidden_grad = zeros(responses, hidden.shape[1], dtype=hidden.dtype)
+            self.weight_grad = zeros(*weight.shape)
+            self.logits_grad = self.logits
+            if hidden.dtype != torch.float32:
+                self.logits_grad = zeros(longest, self.columns, dtype=hidden.dtype)
 
     def compute(self, rows: slice) -> None:
-        """Log-probs and entropies of `rows`. Leaves behind x = (logits - their maximum) / temperature."""
-        hidden, x = self.hidden[self.tokens.positions[rows]], self.logits[: rows.stop - rows.start]
-        targets = self.tokens.targets[rows] - self.first_column
-        owned = (targets >= 0) & (targets < self.columns)
-        column = targets.clamp(0, max(self.columns - 1, 0))[:, None]
-        _multiply(hidden, self.weight, x)
-        largest = x.amax(1) if self.columns else x.new_full((len(x),), -torch.inf)
+        """Log-probs and entropies of `rows`. Leaves this rank's softmax behind in `logits`."""
+        logits = self.logits[: rows.stop - rows.start]
+        owned, column = self._owned(rows)
+        sums = logits.new_zeros(2, len(logits))
+        log_probs, entropy = sums
+        log_sum_exp = torch.full_like(entropy, -torch.inf)
+        _multiply(self.hidden[self.tokens.positions[rows]], self.weight, logits)
+        for some in self._cached(len(logits)):
+            z = logits[some]
+            if self.tokens.temperature != 1:
+                z.div_(self.tokens.temperature)
+            if self.group is not None:
+                log_sum_exp[some] = z.amax(1)
+            log_p = torch.log_softmax(z, 1, out=self.scratch[: len(z)])
+            if self.group is not None:
+                log_sum_exp[some] -= log_p.amax(1)
+            log_probs[some] = torch.where(owned[some], log_p.gather(1, column[some])[:, 0], 0.0)
+            p = torch.exp(log_p, out=z)
+            entropy[some] = -log_p.mul_(p).sum(1)
+        # So far of this rank's columns only, as if its share of the distribution were 1.
+        self.log_share = torch.zeros_like(entropy)
         if self.group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        sums = x.new_zeros(3, len(x))
-        target, total, weighted = sums
-        for some in self._cached(len(x)):
-            exponentials = self.scratch[: some.stop - some.start]
-            torch.exp(x[some].sub_(largest[some, None]).div_(self.tokens.temperature), out=exponentials)
-            total[some] = exponentials.sum(1)
-            weighted[some] = exponentials.mul_(x[some]).sum(1)
-        if self.columns:
-            target.copy_(torch.where(owned, x.gather(1, column)[:, 0], 0.0))
-        if self.group is not None:
+            log_sum_exps = [torch.empty_like(log_sum_exp) for _ in range(self.group.size())]
+            dist.all_gather(log_sum_exps, log_sum_exp, group=self.group)
+            self.log_share = log_sum_exp - torch.stack(log_sum_exps).logsumexp(0)
+            if self.columns:
+                log_probs += torch.where(owned, self.log_share, 0.0)
+                entropy.sub_(self.log_share).mul_(self.log_share.exp())
             dist.all_reduce(sums, group=self.group)
-        self.log_probs[rows] = target - total.log()
-        self.entropy[rows] = total.log() - weighted / total
-        self.computed = hidden, x, owned, column, total
+        self.log_probs[rows], self.entropy[rows] = log_probs, entropy
 
     def add_gradients(self, rows: slice, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> None:
         """Add what `rows`, just computed, contribute, given the upstream gradients [r]; None for zeros."""
-        hidden, x, owned, column, total = self.computed
         if log_prob_grad is None:
-            log_prob_grad = torch.zeros_like(total)
+            log_prob_grad = torch.zeros_like(self.log_share)
         live = log_prob_grad != 0
         if entropy_grad is not None:
             live |= entropy_grad != 0
         live_rows = int(live.sum())
         if not live_rows or not self.columns:
             return
-        # With p = exp(x) / total, the gradient of the logits is exp(x) (slope x + offset), and more at the target.
-        scale = 1 / (total * self.tokens.temperature)
-        slope, offset = None, -log_prob_grad * scale
+        # With p of this rank and H of all, the gradient of the logits is a p + b p log(p), and more at the target.
+        scale = self.log_share.exp() / self.tokens.temperature
+        a, b = -scale * log_prob_grad, None
         if entropy_grad is not None:
-            slope = -entropy_grad * scale
-            offset += slope * (self.entropy[rows] - total.log())
-        for some in self._cached(len(x)):
-            if slope is None:
-                x[some].exp_().mul_(offset[some, None])
-            else:
-                exponentials = torch.exp(x[some], out=self.scratch[: some.stop - some.start])
-                x[some].mul_(slope[some, None]).add_(offset[some, None]).mul_(exponentials)
+            b = -scale * entropy_grad
+            a += b * (self.log_share + self.entropy[rows])
+        owned, column = self._owned(rows)
         at_target = torch.where(owned, log_prob_grad / self.tokens.temperature, 0.0)
-        logits_grad = x.scatter_add_(1, column, at_target[:, None])
-        if live_rows < len(live):
-            # Zero times NaN is not zero.
-            logits_grad.masked_fill_(~live[:, None], 0.0)
-            hidden.masked_fill_(~live[:, None], 0.0)
-        self.hidden_grad[rows] = _multiply_back(logits_grad, hidden, self.weight, self.weight_grad[: self.columns])
+        logits, logits_grad = self.logits[: len(live)], self.logits_grad[: len(live)]
+        for some in self._cached(len(live)):
+            grad = logits[some]
+            if b is None:
+                grad.mul_(a[some, None])
+            else:
+                factor = torch.clamp(grad, min=_TINY, out=self.scratch[: len(grad)]).log_()
+                grad.mul_(factor.mul_(b[some, None]).add_(a[some, None]))
+            grad.scatter_add_(1, column[some], at_target[some, None])
+            if live_rows < len(live):
+                # Zero times NaN is not zero.
+                grad.masked_fill_(~live[some, None], 0.0)
+            if logits_grad is not logits:
+                logits_grad[some] = grad
+        hidden = self.hidden[self.tokens.positions[rows]].masked_fill_(~live[:, None], 0.0)
+        self.hidden_grad[rows] = logits_grad @ self.weight
+        _add_product(logits_grad, hidden, self.weight_grad[: self.columns])
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the hidden states that predict, [R, hidden_size], and of the weight. Ends the computation."""
-        del self.logits, self.scratch
-        self.computed = ()
+        del self.logits, self.scratch, self.logits_grad
         if self.group is not None and self.tokens.reduce_hidden_grad and self.rows:
             dist.all_reduce(self.hidden_grad, group=self.group)
         return self.hidden_grad, self.weight_grad.to(self.weight.dtype)
+
+    def _owned(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """[r]: whether the target is among this rank's columns; [r, 1]: its column, or one that is safe to index."""
+        targets = self.tokens.targets[rows] - self.first_column
+        return (targets >= 0) & (targets < self.columns), targets.clamp(0, max(self.columns - 1, 0))[:, None]
 
     def _cached(self, rows: int) -> list[slice]:
         return _split(rows, self.cached_rows) if self.columns else []
@@ -287,30 +307,25 @@ def _multiply(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
     else:
         hidden = hidden.float()
         with _bfloat16_products():
-            for block in _split(len(weight), BLOCK_COLUMNS):
+            for block in _split(len(weight), BLOCK_ELEMENTS // weight.shape[1]):
                 torch.mm(hidden, weight[block].float().T, out=logits[:, block])
 
 
-def _multiply_back(logits_grad: Tensor, hidden: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-    """weight_grad += logits_grad^T hidden in float32; returns logits_grad weight. bfloat16 factors, float32 sums."""
-    if weight.dtype == torch.float32:
+def _add_product(logits_grad: Tensor, hidden: Tensor, weight_grad: Tensor) -> None:
+    """weight_grad += logits_grad^T hidden in float32; bfloat16 on a CPU: once the product is rounded to bfloat16."""
+    if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
-        return logits_grad @ weight
-    rounded = logits_grad.to(weight.dtype)
-    if weight.is_cuda:
-        for block in _split(len(weight), BLOCK_COLUMNS):
-            weight_grad[block] += torch.mm(rounded[:, block].T, hidden, out_dtype=torch.float32)
-    else:
-        with _bfloat16_products():
-            weight_grad.addmm_(logits_grad.T, hidden.float())
-    return rounded @ weight
+        return
+    out_dtype = {"out_dtype": torch.float32} if hidden.is_cuda else {}
+    for block in _split(len(weight_grad), BLOCK_ELEMENTS // hidden.shape[1]):
+        weight_grad[block] += torch.mm(logits_grad[:, block].T, hidden, **out_dtype)
 
 
 @contextlib.contextmanager
 def _bfloat16_products() -> Iterator[None]:
-    """float32 matrices whose values fit bfloat16 are multiplied as such where the CPU can, with float32 sums.
+    """float32 matrices are multiplied as bfloat16 with float32 sums, where the CPU can: exact for values that fit.
 
-    Nothing else gives float32 products of bfloat16 matrices on a CPU at the speed of bfloat16. The switch belongs to
+    Nothing else gives float32 products of bfloat16 matrices on a CPU faster than float32 itself. The switch belongs to
     the whole process: no other thread should multiply float32 matrices meanwhile.
     """
     matmul = torch.backends.mkldnn.matmul

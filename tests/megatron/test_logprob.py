@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_megatron.algorithm.loss import policy_loss
+from dapo_megatron.config.schema import AlgorithmConfig
 from dapo_megatron.megatron import logprob
-from dapo_megatron.megatron.logprob import response_log_probs
+from dapo_megatron.megatron.logprob import response_log_probs, response_loss
 
 HIDDEN, VOCAB, PADDED = 7, 13, 16
 
@@ -76,3 +78,81 @@ def test_bfloat16_operands_give_float32_accuracy() -> None:
     torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=1e-5)
     gradients = torch.autograd.grad(log_probs.sum(), (hidden, weight))
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(0, 9),
+    chunk_rows=st.integers(1, 10),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    entropy_coefficient=st.sampled_from([0.0, 0.3]),
+    kl_coefficient=st.sampled_from([0.0, 0.2]),
+)
+def test_loss_in_the_forward_pass_equals_loss_behind_it(
+    seed: int, rows: int, chunk_rows: int, temperature: float, entropy_coefficient: float, kl_coefficient: float
+) -> None:
+    """The policy loss, in float64 on all logits at once."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(12, HIDDEN, generator=generator, requires_grad=True)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator, requires_grad=True)
+    positions = torch.randperm(12, generator=generator)[:rows]
+    targets = torch.randint(0, VOCAB, (rows,), generator=generator)
+    old, reference_log_probs, advantages, weights = torch.randn(4, rows, generator=generator)
+    old -= 3
+    mask = torch.rand(rows, generator=generator) < 0.7
+    algorithm = AlgorithmConfig(entropy_coefficient=entropy_coefficient)
+    algorithm.kl.coefficient = kl_coefficient
+
+    def token_losses(log_probs: torch.Tensor, entropy: torch.Tensor, chosen: slice) -> torch.Tensor:
+        return policy_loss(
+            log_probs,
+            old[chosen].to(log_probs.dtype),
+            advantages[chosen],
+            mask[chosen],
+            weights[chosen],
+            algorithm,
+            reference_log_probs=(reference_log_probs - 3)[chosen].to(log_probs.dtype),
+            entropy=entropy if entropy_coefficient else entropy.detach(),
+        ).loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprob, "CHUNK_ELEMENTS", PADDED * chunk_rows)
+        results = response_loss(hidden, positions, weight, targets, temperature, VOCAB, token_losses)
+        assert not results[1].requires_grad and not results[2].requires_grad
+        gradients = torch.autograd.grad(3 * results[0], (hidden, weight))
+    expected = reference(hidden, positions, weight, targets, temperature)
+    loss = token_losses(*expected, slice(None))
+    expected_gradients = torch.autograd.grad(3 * loss, (hidden, weight), allow_unused=True)
+    for got, want in zip([*results, *gradients], [loss, *expected, *expected_gradients], strict=True):
+        want = torch.zeros_like(got) if want is None else want.float()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2, 6])
+def test_what_the_loss_does_not_read_leaves_no_trace(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN hidden state behind the mask, in a chunk of its own or beside others."""
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", PADDED * chunk_rows)
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randn(6, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator, requires_grad=True)
+    targets = torch.randint(0, VOCAB, (6,), generator=generator)
+    mask = torch.tensor([True, True, False, True, True, False])
+
+    def token_losses(log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        return torch.where(mask[rows], log_probs, 0.0).sum()
+
+    found = []
+    for hidden in (clean.clone(), clean.masked_fill(~mask[:, None], float("nan"))):
+        hidden.requires_grad_()
+        loss, _, _ = response_loss(hidden, torch.arange(6), weight, targets, 1.0, VOCAB, token_losses)
+        found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    hidden, weight = torch.randn(4, HIDDEN, requires_grad=True), torch.randn(PADDED, HIDDEN, requires_grad=True)
+    with torch.no_grad():
+        log_probs, entropy = response_log_probs(hidden, torch.arange(4), weight, torch.zeros(4, dtype=int), 1.0, VOCAB)
+    assert log_probs.grad_fn is None and entropy.grad_fn is None
