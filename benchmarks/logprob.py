@@ -1,6 +1,6 @@
 """Log-probs, entropy and gradients of the output layer: memory and time against materialised logits and against verl.
 
-    python benchmarks/logprob.py                                       # some 20 minutes on two cores, 15 GB
+    python benchmarks/logprob.py                                       # half an hour on two cores, 15 GB
     python benchmarks/logprob.py --tokens 512 --vocab 32000            # seconds
     pip install --target VERL --no-deps verl==0.9.1
     python benchmarks/logprob.py --verl VERL
@@ -23,6 +23,7 @@ import functools
 import gc
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -101,11 +102,11 @@ class Problem:
         loss.backward()
         return log_probs.detach()
 
-    def log_prob_error(self, log_probs: Tensor, tokens: int = 32) -> float:
-        """Largest difference to float64, of the first tokens."""
-        logits = self.hidden[:tokens].detach().double() @ self.weight.detach().double().T
-        exact = logits.log_softmax(-1).gather(1, self.targets[:tokens, None])[:, 0]
-        return (log_probs[:tokens] - exact).abs().max().item()
+    def log_prob_error(self, log_probs: Tensor) -> float:
+        """Largest difference to float64."""
+        logits = self.hidden.detach().double() @ self.weight.detach().double().T
+        exact = logits.log_softmax(-1).gather(1, self.targets[:, None])[:, 0]
+        return (log_probs - exact).abs().max().item()
 
 
 def methods_of(problem: Problem, verl: LogProbs | None) -> dict[str, Callable]:
@@ -166,21 +167,19 @@ def times_s(problem: Problem, methods: dict[str, Callable], rounds: int) -> dict
 
 
 def compare(options: argparse.Namespace, dtype: str, coefficient: float, verl: LogProbs | None) -> dict:
+    few = argparse.Namespace(**vars(options) | {"tokens": 32})
+    problem = Problem(few, dtype, coefficient)
+    # This warms up, too.
+    errors = {name: problem.log_prob_error(problem.run(method)) for name, method in methods_of(problem, verl).items()}
     problem = Problem(options, dtype, coefficient)
-    methods = methods_of(problem, verl)
-    errors = {name: problem.log_prob_error(problem.run(method)) for name, method in methods.items()}  # and warms up
-    times = times_s(problem, methods, options.rounds)
+    times = times_s(problem, methods_of(problem, verl), options.rounds)
     del problem
-    methods = dict.fromkeys(methods)
     gc.collect()
-    peaks = {name: peak_bytes_of(name, options, dtype, coefficient) for name in methods}
+    peaks = {name: peak_bytes_of(name, options, dtype, coefficient) for name in times}
 
     def against(name: str, other: str) -> dict[str, float]:
         ratios = [a / b for a, b in zip(times[name], times[other], strict=True)]
-        return {
-            "peak_memory": round(peaks[name] / peaks[other], 3),
-            "time": round(statistics.median(ratios), 3),
-        }
+        return {"peak_memory": round(peaks[name] / peaks[other], 3), "time": round(statistics.median(ratios), 3)}
 
     return {
         "dtype": dtype,
@@ -188,7 +187,7 @@ def compare(options: argparse.Namespace, dtype: str, coefficient: float, verl: L
         "peak_extra_bytes": peaks,
         "time_s": {name: round(statistics.median(values), 3) for name, values in times.items()},
         "log_prob_error": {name: float(f"{error:.1e}") for name, error in errors.items()},
-        "ratios_to_materialised": {name: against(name, "materialised") for name in methods if name != "materialised"},
+        "ratios_to_materialised": {name: against(name, "materialised") for name in times if name != "materialised"},
         **({} if verl is None else {"fused_to_verl": against("fused", "verl")}),
     }
 
@@ -223,6 +222,7 @@ def main() -> None:
         "vocab": options.vocab,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {options.threads} threads",
         "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
         "verl": verl_status,
         "target": {"peak_memory": 0.15, "time": 1.1},
         "runs": [compare(options, d, c, verl) for d in options.dtypes for c in options.entropy_coefficients],

@@ -121,7 +121,8 @@ def fp8_environment(fp8: FP8Config, capability: tuple[int, int] | None) -> dict[
     if fp8.recipe != "blockwise" or fp8.emulate:
         return {}
     on_blackwell = capability is not None and capability >= (10, 0)
-    return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0" if on_blackwell else "1"}
+    powers_of_two = on_blackwell or fp8.power_of_two_scales
+    return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0" if powers_of_two else "1"}
 
 
 def _training_environment(config: Config) -> dict[str, str]:

@@ -221,6 +221,9 @@ class FP8Config:
     margin: int = 0
     """With `delayed`: scales are smaller by 2^margin."""
 
+    power_of_two_scales: bool = False
+    """With `blockwise`: scales are powers of two (on Blackwell they always are) instead of any float32."""
+
     emulate: bool = False
     """Round to FP8 and multiply in the parameters' dtype instead: the recipe's numerics on any device, slowly."""
 

@@ -23,12 +23,16 @@ from dapo_megatron.config.schema import (
     DatasetConfig,
     KLEstimator,
     OldLogProbs,
+    ParallelConfig,
     SamplingConfig,
 )
 
 PACKAGE_PREFIX = "package:"
 
 OFFLOAD_PHASES = ("params", "grads", "optimizer", "reference")
+
+FP8_SIZE_MULTIPLE = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
+"""What Transformer Engine asks of the sizes of a weight; experts' tokens are padded by Megatron."""
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
@@ -165,7 +169,7 @@ def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     problems = []
     sizes = ModelSizes.of(hf_config)
     if sizes is not None:
-        problems += [*_layout_of_model(config, sizes), *_fp8_of_model(config, sizes)]
+        problems += [*_layout_of_model(config, sizes), *_fp8_of_model(config, hf_config, sizes)]
     window = hf_config.get("max_position_embeddings")
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if isinstance(window, int) and prompt + response > window:
@@ -190,16 +194,41 @@ def _layout_of_model(config: Config, sizes: ModelSizes) -> Iterator[str]:
         yield broken
 
 
-def _fp8_of_model(config: Config, sizes: ModelSizes) -> Iterator[str]:
+def _fp8_of_model(config: Config, hf_config: Mapping[str, Any], sizes: ModelSizes) -> Iterator[str]:
+    """Megatron's bound on layers in bf16 and Transformer Engine's on sizes; emulation has none."""
     fp8, pipeline = config.precision.fp8, config.parallel.pipeline
+    if fp8.recipe is None or fp8.emulate:
+        return
     most = sizes.layers // pipeline
     for name in ("first_layers_bf16", "last_layers_bf16"):
-        # Megatron's bound; emulation has none.
-        if fp8.recipe is not None and not fp8.emulate and getattr(fp8, name) > most:
+        if getattr(fp8, name) > most:
             yield (
                 f"precision.fp8.{name}={getattr(fp8, name)} is more than a pipeline stage has layers: at most {most} "
                 f"({sizes.layers} layers / parallel.pipeline={pipeline})"
             )
+    multiple = FP8_SIZE_MULTIPLE.get(fp8.recipe, 1)
+    odd = [f"{what} {size}" for what, size in _linear_sizes(config.parallel, hf_config, sizes) if size % multiple]
+    if odd:
+        yield (
+            f"precision.fp8.recipe={fp8.recipe} multiplies matrices whose sizes on a rank are multiples of {multiple}, "
+            f"and here are: {', '.join(odd)}. Choose another parallel.tensor or recipe "
+            f"({', '.join(f'{name} {size}' for name, size in FP8_SIZE_MULTIPLE.items())})"
+        )
+
+
+def _linear_sizes(
+    parallel: ParallelConfig, hf_config: Mapping[str, Any], sizes: ModelSizes
+) -> Iterator[tuple[str, int]]:
+    """Rows and columns of the decoder's linear layers on one rank."""
+    hidden = hf_config.get("hidden_size")
+    if not isinstance(hidden, int):
+        return
+    head_dim = hf_config.get("head_dim") or hidden // sizes.heads
+    yield "hidden_size", hidden
+    yield "queries", sizes.heads * head_dim // parallel.tensor
+    yield "queries, keys and values", (sizes.heads + 2 * sizes.kv_heads) * head_dim // parallel.tensor
+    yield "MLP", sizes.ffn_hidden_size // parallel.tensor
+    yield "expert", sizes.moe_ffn_hidden_size // parallel.expert_tensor
 
 
 def _raise(problems: list[str]) -> None:
@@ -283,10 +312,12 @@ def _layout(config: Config) -> Iterator[str]:
 def _fp8(config: Config) -> Iterator[str]:
     fp8 = config.precision.fp8
     if fp8.recipe is None:
-        for name in ("params", "emulate", "first_layers_bf16", "last_layers_bf16"):
+        for name in ("params", "emulate", "first_layers_bf16", "last_layers_bf16", "power_of_two_scales"):
             if getattr(fp8, name):
                 yield f"precision.fp8.{name}={json.dumps(getattr(fp8, name))} without a precision.fp8.recipe"
         return
+    if fp8.power_of_two_scales and fp8.recipe != "blockwise":
+        yield f"precision.fp8.power_of_two_scales=true goes with recipe=blockwise, given is {fp8.recipe}"
     if fp8.recipe == "delayed" and (fp8.first_layers_bf16 or fp8.last_layers_bf16):
         yield (
             "precision.fp8.recipe=delayed keeps one history for all layers: first_layers_bf16 and last_layers_bf16 "
@@ -294,6 +325,26 @@ def _fp8(config: Config) -> Iterator[str]:
         )
     if fp8.emulate and fp8.params:
         yield "precision.fp8.params=true stores Transformer Engine's tensors, and precision.fp8.emulate=true has none"
+    if fp8.params and not config.optimizer.distributed:
+        # No other optimizer quantises the main parameters again after a step.
+        yield "precision.fp8.params=true needs optimizer.distributed=true"
+    if fp8.params and fp8.recipe == "mxfp8" and config.parallel.overlap_param_gather:
+        yield (
+            "precision.fp8.params=true with recipe=mxfp8 gathers parameters through the gradient buffer before the "
+            "next update begins: parallel.overlap_param_gather=false"
+        )
+    if fp8.params and config.algorithm.kl.coefficient > 0:
+        yield "precision.fp8.params=true has no reference policy beside it yet: algorithm.kl.coefficient=0"
+    if fp8.params and fp8.recipe == "mxfp8" and {"params", "grads"} & set(config.cluster.offload):
+        yield (
+            "precision.fp8.params=true with recipe=mxfp8 keeps parameters and gradients in one buffer, which cannot be "
+            "offloaded: cluster.offload=[optimizer]"
+        )
+    recompute = config.parallel.recompute
+    if not fp8.emulate and fp8.recipe == "delayed" and recompute.granularity == "selective":
+        for module in recompute.modules:
+            if module in ("layernorm", "moe_act"):
+                yield f"precision.fp8.recipe=delayed cannot recompute {module}: take it out of recompute.modules"
     if not fp8.emulate and config.precision.params_dtype != "bfloat16":
         yield (
             f"precision.fp8.recipe={fp8.recipe} goes with precision.params_dtype=bfloat16, given is "

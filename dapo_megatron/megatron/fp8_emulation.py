@@ -1,15 +1,20 @@
-"""FP8 numerics without FP8 hardware: linear layers that round their operands and multiply in the model's dtype.
+"""FP8 numerics without FP8 hardware: linear layers that round their operands and multiply in float32.
 
 Every product has both operands rounded with the recipe's scales, along the dimension that it sums over:
 forward y = Q(x) Q(w)^T, input gradient dx = Q(dy) Q(w), weight gradient dw = Q(dy)^T Q(x). So the result is what FP8
 tensor cores give but for the order of their float32 sums. Biases and sums stay in the model's dtype.
 
-Scales of whole tensors are taken over all tensor-parallel ranks, so that one rank gets the same. Blocks are a rank's
-own: TP changes nothing where it cuts between blocks.
+Scales are Transformer Engine's (`compute_scale_from_amax`: largest FP8 value / largest magnitude, 1 for zeros), with
+three differences. A value that is not finite makes everything that shares its scale NaN instead of saturating, so that
+the update is skipped. Scales of whole tensors are taken over all tensor-parallel ranks, so that one rank gets the same
+(blocks are a rank's own: TP changes nothing where it cuts between blocks). The history of `delayed` is shared by
+these ranks and by no others.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +57,7 @@ def scaling(fp8: FP8Config, operand: str) -> Scaling:
     """Of `input`, `weight` or `gradient`."""
     dtype = E5M2 if operand == "gradient" and fp8.format == "hybrid" else E4M3
     if fp8.recipe == "blockwise":
-        return Scaling(dtype, (BLOCK, BLOCK) if operand == "weight" else (1, BLOCK))
+        return Scaling(dtype, (BLOCK, BLOCK) if operand == "weight" else (1, BLOCK), fp8.power_of_two_scales)
     if fp8.recipe == "mxfp8":
         return Scaling(dtype, (1, MX_BLOCK), power_of_two=True)
     return Scaling(dtype, None)
@@ -66,7 +71,7 @@ def quantise(x: Tensor, how: Scaling, amax: Tensor | None = None) -> Tensor:
         amax: largest magnitude to scale by, for a whole tensor; of `x` itself if None.
 
     Returns:
-        [m, k] in x's dtype.
+        float32 [m, k].
     """
     if how.block is None:
         return _round(x, x.abs().amax() if amax is None else amax, how)
@@ -79,12 +84,14 @@ def quantise(x: Tensor, how: Scaling, amax: Tensor | None = None) -> Tensor:
 
 
 def _round(x: Tensor, amax: Tensor, how: Scaling) -> Tensor:
-    largest = torch.finfo(how.fp8).max
-    scale = torch.where(amax > 0, largest / amax.float(), 1.0)
+    largest, amax = torch.finfo(how.fp8).max, amax.float()
+    # A number over a tensor would be rounded twice: torch takes the reciprocal first.
+    scale = torch.where(amax > 0, amax.new_tensor(largest) / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
     if how.power_of_two:
-        scale = torch.exp2(torch.log2(scale).floor())
+        # The exponent alone: rounded down, so that nothing overflows.
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     # A magnitude from history may be exceeded: such values saturate.
-    return ((x.float() * scale).clamp(-largest, largest).to(how.fp8).float() / scale).to(x.dtype)
+    return (x.float() * scale).clamp(-largest, largest).to(how.fp8).float() / scale
 
 
 class Quantiser:
@@ -97,52 +104,67 @@ class Quantiser:
     def __init__(self, fp8: FP8Config, group: dist.ProcessGroup | None) -> None:
         self._fp8 = fp8
         self._group = group if group is not None and group.size() > 1 else None
-        self._history: dict[str, deque[Tensor]] = {}
+        self._scaling = {operand: scaling(fp8, operand) for operand in ("input", "weight", "gradient")}
+        self._history: dict[str, deque[float]] = {
+            operand: deque(maxlen=fp8.amax_history_len) for operand in self._scaling
+        }
 
-    def __call__(self, x: Tensor, operand: str, *, remember: bool = False) -> Tensor:
-        """Round [m, k] for a product that sums over k."""
-        how = scaling(self._fp8, operand)
-        if how.block is not None:
-            return quantise(x, how)
-        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    def amax(self, x: Tensor, operand: str, *, training: bool) -> Tensor | None:
+        """What to scale a tensor by, in all of its products; None if its blocks have their own.
+
+        Args:
+            training: whether the history moves on.
+        """
+        if self._scaling[operand].block is not None:
+            return None
+        amax = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
         if self._group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._group)
-        return quantise(x, how, self._delayed(amax, operand, remember) if self._fp8.recipe == "delayed" else amax)
+        return self._delayed(amax, operand, training) if self._fp8.recipe == "delayed" else amax
 
-    def _delayed(self, amax: Tensor, operand: str, remember: bool) -> Tensor:
-        history = self._history.setdefault(operand, deque(maxlen=self._fp8.amax_history_len))
-        past = list(history) or [amax]
-        if remember:
-            history.append(amax)
-        chosen = past[-1] if self._fp8.amax_compute_algo == "most_recent" else torch.stack(past).amax()
-        return chosen * 2.0**self._fp8.margin
+    def _delayed(self, amax: Tensor, operand: str, training: bool) -> Tensor:
+        history, now = self._history[operand], float(amax)
+        past = list(history) or [now]
+        if training and math.isfinite(now):
+            history.append(now)
+        chosen = past[-1] if self._fp8.amax_compute_algo == "most_recent" else max(past)
+        return amax.new_tensor(chosen * 2.0**self._fp8.margin)
+
+    def __call__(self, x: Tensor, operand: str, amax: Tensor | None) -> Tensor:
+        """Round [m, k] for a product that sums over k."""
+        return quantise(x, self._scaling[operand], amax)
 
 
 class _QuantisedProduct(torch.autograd.Function):
-    """x [..., k], w [n, k] -> x w^T [..., n], with every operand rounded."""
+    """x [..., k], w [n, k] -> x w^T [..., n], with every operand rounded.
+
+    What is rounded along both of its dimensions is rounded twice from the same values, never from rounded ones.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, quantiser: Quantiser, training: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        flat = x.flatten(0, -2)
+        input_amax = quantiser.amax(flat, "input", training=training)
+        weight_amax = quantiser.amax(weight, "weight", training=training)
+        ctx.save_for_backward(x, weight, input_amax, weight_amax)
         ctx.quantiser = quantiser
-        rounded = quantiser(x.flatten(0, -2), "input", remember=training)
-        product = rounded @ quantiser(weight, "weight", remember=training).T
-        return product.unflatten(0, x.shape[:-1])
+        product = quantiser(flat, "input", input_amax) @ quantiser(weight, "weight", weight_amax).T
+        return product.to(x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, input_amax, weight_amax = ctx.saved_tensors
         quantiser, dy = ctx.quantiser, gradient.flatten(0, -2)
-        dx = quantiser(dy, "gradient", remember=True) @ quantiser(weight.T, "weight").T
-        dw = quantiser(dy.T, "gradient") @ quantiser(x.flatten(0, -2).T, "input").T
-        return dx.unflatten(0, x.shape[:-1]), dw, None, None
+        amax = quantiser.amax(dy, "gradient", training=True)
+        dx = quantiser(dy, "gradient", amax) @ quantiser(weight.T, "weight", weight_amax).T
+        dw = quantiser(dy.T, "gradient", amax) @ quantiser(x.flatten(0, -2).T, "input", input_amax).T
+        return dx.to(x.dtype).unflatten(0, x.shape[:-1]), dw.to(weight.dtype), None, None
 
 
 class _Emulated:
     """Takes the place of core's product in a parallel linear layer; everything around it stays core's."""
 
     fp8: FP8Config
-    config: Any
     tp_group: Any
     _quantiser: Quantiser | None = None
 
@@ -165,6 +187,14 @@ class _Emulated:
         return product if bias is None else product + bias
 
 
+def emulating_layers(fp8: FP8Config) -> tuple[type[ColumnParallelLinear], type[RowParallelLinear]]:
+    """Core's parallel linear layers with the products of a recipe; everything else, bias and collectives, is core's."""
+    return (
+        type("EmulatedColumnParallelLinear", (_Emulated, ColumnParallelLinear), {"fp8": fp8}),
+        type("EmulatedRowParallelLinear", (_Emulated, RowParallelLinear), {"fp8": fp8}),
+    )
+
+
 def emulate_fp8(block: TransformerBlockSubmodules, fp8: FP8Config, first_layer: int, layers: int) -> None:
     """Put emulating layers into the local layer specs of a model chunk, but for the model's first and last layers.
 
@@ -173,14 +203,21 @@ def emulate_fp8(block: TransformerBlockSubmodules, fp8: FP8Config, first_layer: 
         first_layer: number of the chunk's first layer in the model, from 0.
         layers: layers of the whole model.
     """
-    column = type("EmulatedColumnParallelLinear", (_Emulated, ColumnParallelLinear), {"fp8": fp8})
-    row = type("EmulatedRowParallelLinear", (_Emulated, RowParallelLinear), {"fp8": fp8})
+    column, row = emulating_layers(fp8)
     for number, layer in enumerate(block.layer_specs, start=first_layer):
         if not fp8.first_layers_bf16 <= number < layers - fp8.last_layers_bf16:
             continue
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row
-        mlp = layer.submodules.mlp.submodules
-        experts = getattr(mlp, "experts", None)
-        products = mlp if experts is None else experts.submodules
+        products = linear_submodules(layer.submodules.mlp)
         products.linear_fc1, products.linear_fc2 = column, row
+
+
+def linear_submodules(mlp: Any) -> Any:
+    """Where the spec of an MLP, or of a layer's experts, names its linear layers.
+
+    Core 0.16 writes a part as a ModuleSpec, 0.19 as a functools.partial.
+    """
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    experts = getattr(submodules, "experts", None)
+    return submodules if experts is None else linear_submodules(experts)

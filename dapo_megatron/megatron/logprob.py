@@ -10,14 +10,15 @@ over tensor-parallel ranks, each rank computes its own columns and only per-toke
   logits of a chunk are still there, and backward only scales them.
 
 For logits z = h W^T / T over the vocabulary, with p = softmax(z), lse = logsumexp(z) and target y:
-log p(y) = z_y - lse, H = lse - sum p z, d log p(y) / dz = onehot(y) - p, dH / dz = -p (log p + H).
+log p(y) = z_y - lse, H = -sum p log p, d log p(y) / dz = onehot(y) - p, dH / dz = -p (log p + H).
+A rank whose columns hold the share s of the distribution, and in it the distribution p_r with entropy H_r, contributes
+p = s p_r and s (H_r - log s) to H.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ TokenLosses = Callable[[Tensor, Tensor, slice], Tensor]
 CHUNK_ELEMENTS = 40 << 20
 """Most logits held at once. Each chunk reads the whole weight and its gradient, which tells below some 200 rows."""
 
-CACHED_ELEMENTS = 2 << 20
+CACHED_ELEMENTS = 4 << 20
 """Logits per element-wise pass on a CPU: as many as its cache keeps from one pass to the next."""
 
 BLOCK_ELEMENTS = 4 << 20
-"""Elements of a bfloat16 weight, or of its gradient, that are held in a second dtype at once."""
+"""Elements of a bfloat16 weight, or of its gradient, that are held a second time."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -67,7 +68,7 @@ def response_log_probs(
     Returns:
         float32 [R] and float32 [R], both differentiable.
     """
-    tokens = _Tokens(positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
+    tokens = (positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
     return _ResponseLogProbs.apply(hidden, weight, tokens)
 
 
@@ -94,30 +95,18 @@ def response_loss(
     Returns:
         The loss, float32 scalar, differentiable once; log-probs and entropies, float32 [R] each, detached.
     """
-    tokens = _Tokens(positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
+    tokens = (positions, targets, temperature, vocab_size, group, reduce_hidden_grad)
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _ResponseLoss.apply(hidden, weight, tokens, token_losses, with_gradients)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Arguments that the public functions only hand on."""
-
-    positions: Tensor
-    targets: Tensor
-    temperature: float
-    vocab_size: int
-    group: dist.ProcessGroup | None
-    reduce_hidden_grad: bool
-
-
 class _ResponseLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: tuple) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight)
         ctx.tokens = tokens
         ctx.set_materialize_grads(False)
-        chunks = _Chunks(hidden, weight, tokens, with_gradients=False)
+        chunks = _Chunks(hidden, weight, False, *tokens)
         for rows in chunks.rows:
             chunks.compute(rows)
         return chunks.log_probs, chunks.entropy
@@ -125,7 +114,7 @@ class _ResponseLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
-        chunks = _Chunks(hidden, weight, ctx.tokens, with_gradients=True)
+        chunks = _Chunks(hidden, weight, True, *ctx.tokens)
         for rows in chunks.rows:
             chunks.compute(rows)
             chunks.add_gradients(
@@ -134,15 +123,15 @@ class _ResponseLogProbs(torch.autograd.Function):
                 None if entropy_grad is None else entropy_grad[rows],
             )
         hidden_grad, weight_grad = chunks.gradients()
-        return _spread(hidden_grad, ctx.tokens.positions, hidden.shape), weight_grad, None
+        return _spread(hidden_grad, chunks.positions, hidden.shape), weight_grad, None
 
 
 class _ResponseLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, tokens: _Tokens, token_losses: TokenLosses, with_gradients: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: tuple, token_losses: TokenLosses, with_gradients: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, tokens, with_gradients)
+        chunks = _Chunks(hidden, weight, with_gradients, *tokens)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in chunks.rows:
             chunks.compute(rows)
@@ -155,7 +144,7 @@ class _ResponseLoss(torch.autograd.Function):
                 chunks.add_gradients(rows, *torch.autograd.grad(loss_of_rows, leaves, allow_unused=True))
             loss += loss_of_rows.detach()
         if with_gradients:
-            ctx.positions, ctx.shape, ctx.gradients = tokens.positions, hidden.shape, chunks.gradients()
+            ctx.positions, ctx.shape, ctx.gradients = chunks.positions, hidden.shape, chunks.gradients()
         ctx.mark_non_differentiable(chunks.log_probs, chunks.entropy)
         return loss, chunks.log_probs, chunks.entropy
 
@@ -175,17 +164,28 @@ class _Chunks:
         log_probs, entropy: float32 [R], as far as computed.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, tokens: _Tokens, with_gradients: bool) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        with_gradients: bool,
+        positions: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        reduce_hidden_grad: bool,
+    ) -> None:
         assert hidden.dtype == weight.dtype and weight.dtype in (torch.float32, torch.bfloat16), weight.dtype
-        rank, ranks = (tokens.group.rank(), tokens.group.size()) if tokens.group is not None else (0, 1)
-        self.hidden, self.tokens = hidden, tokens
-        self.group = tokens.group if ranks > 1 else None
-        self.first_column = rank * len(weight)
-        self.columns = min(max(tokens.vocab_size - self.first_column, 0), len(weight))
-        self.weight = weight[: self.columns]
+        rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+        columns = min(max(vocab_size - rank * len(weight), 0), len(weight))
+        self.hidden, self.weight, self.positions, self.temperature = hidden, weight[:columns], positions, temperature
+        self.group, self.reduce_hidden_grad = group if ranks > 1 else None, reduce_hidden_grad
+        targets = targets - rank * len(weight)
+        self.owned = (targets >= 0) & (targets < columns)
+        self.column = targets.clamp(0, max(columns - 1, 0))[:, None]
 
-        responses = len(tokens.positions)
-        self.rows = _split(responses, CHUNK_ELEMENTS // len(weight))
+        self.rows = _split(len(positions), CHUNK_ELEMENTS // len(weight))
         longest = max((rows.stop - rows.start for rows in self.rows), default=0)
         # On a GPU launches cost more than memory traffic.
         self.cached_rows = longest if hidden.is_cuda else min(longest, max(1, CACHED_ELEMENTS // len(weight)))
@@ -193,28 +193,26 @@ class _Chunks:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=hidden.device)
 
-        self.log_probs, self.entropy = zeros(responses), zeros(responses)
+        self.log_probs, self.entropy, self.log_share = zeros(3, len(positions))
         # The same memory for all chunks: to the CPU, fresh pages cost as much as a pass over them.
-        self.logits, self.scratch = zeros(longest, self.columns), zeros(self.cached_rows, self.columns)
+        self.logits, self.scratch = zeros(longest, columns), zeros(self.cached_rows, columns)
         if with_gradients:
-            self.hidden_grad = zeros(responses, hidden.shape[1], dtype=hidden.dtype)
+            self.hidden_grad = zeros(len(positions), hidden.shape[1], dtype=hidden.dtype)
             self.weight_grad = zeros(*weight.shape)
-            self.logits_grad = self.logits
-            if hidden.dtype != torch.float32:
-                self.logits_grad = zeros(longest, self.columns, dtype=hidden.dtype)
+            in_place = hidden.dtype == torch.float32
+            self.logits_grad = self.logits if in_place else zeros(longest, columns, dtype=hidden.dtype)
 
     def compute(self, rows: slice) -> None:
-        """Log-probs and entropies of `rows`. Leaves this rank's softmax behind in `logits`."""
-        logits = self.logits[: rows.stop - rows.start]
-        owned, column = self._owned(rows)
+        """Log-probs and entropies of `rows`. Leaves the distribution over this rank's columns behind in `logits`."""
+        logits, owned, column = self.logits[: rows.stop - rows.start], self.owned[rows], self.column[rows]
         sums = logits.new_zeros(2, len(logits))
         log_probs, entropy = sums
         log_sum_exp = torch.full_like(entropy, -torch.inf)
-        _multiply(self.hidden[self.tokens.positions[rows]], self.weight, logits)
+        _multiply(self.hidden[self.positions[rows]], self.weight, logits)
         for some in self._cached(len(logits)):
             z = logits[some]
-            if self.tokens.temperature != 1:
-                z.div_(self.tokens.temperature)
+            if self.temperature != 1:
+                z.div_(self.temperature)
             if self.group is not None:
                 log_sum_exp[some] = z.amax(1)
             log_p = torch.log_softmax(z, 1, out=self.scratch[: len(z)])
@@ -223,68 +221,60 @@ class _Chunks:
             log_probs[some] = torch.where(owned[some], log_p.gather(1, column[some])[:, 0], 0.0)
             p = torch.exp(log_p, out=z)
             entropy[some] = -log_p.mul_(p).sum(1)
-        # So far of this rank's columns only, as if its share of the distribution were 1.
-        self.log_share = torch.zeros_like(entropy)
         if self.group is not None:
             log_sum_exps = [torch.empty_like(log_sum_exp) for _ in range(self.group.size())]
             dist.all_gather(log_sum_exps, log_sum_exp, group=self.group)
-            self.log_share = log_sum_exp - torch.stack(log_sum_exps).logsumexp(0)
-            if self.columns:
-                log_probs += torch.where(owned, self.log_share, 0.0)
-                entropy.sub_(self.log_share).mul_(self.log_share.exp())
+            log_share = log_sum_exp - torch.stack(log_sum_exps).logsumexp(0)
+            if len(self.weight):
+                log_probs += torch.where(owned, log_share, 0.0)
+                entropy.sub_(log_share).mul_(log_share.exp())
             dist.all_reduce(sums, group=self.group)
+            self.log_share[rows] = log_share
         self.log_probs[rows], self.entropy[rows] = log_probs, entropy
 
     def add_gradients(self, rows: slice, log_prob_grad: Tensor | None, entropy_grad: Tensor | None) -> None:
         """Add what `rows`, just computed, contribute, given the upstream gradients [r]; None for zeros."""
+        owned, column, log_share = self.owned[rows], self.column[rows], self.log_share[rows]
         if log_prob_grad is None:
-            log_prob_grad = torch.zeros_like(self.log_share)
-        live = log_prob_grad != 0
-        if entropy_grad is not None:
-            live |= entropy_grad != 0
+            log_prob_grad = torch.zeros_like(log_share)
+        live = log_prob_grad != 0 if entropy_grad is None else (log_prob_grad != 0) | (entropy_grad != 0)
         live_rows = int(live.sum())
-        if not live_rows or not self.columns:
+        if not len(self.weight) or not live_rows:
             return
-        # With p of this rank and H of all, the gradient of the logits is a p + b p log(p), and more at the target.
-        scale = self.log_share.exp() / self.tokens.temperature
+        # With this rank's p, the gradient of the logits is a p + b p log(p), and at the target a summand more.
+        scale = log_share.exp() / self.temperature
         a, b = -scale * log_prob_grad, None
         if entropy_grad is not None:
             b = -scale * entropy_grad
-            a += b * (self.log_share + self.entropy[rows])
-        owned, column = self._owned(rows)
-        at_target = torch.where(owned, log_prob_grad / self.tokens.temperature, 0.0)
+            a += b * (log_share + self.entropy[rows])
+        at_target = torch.where(owned, log_prob_grad / self.temperature, 0.0)[:, None]
         logits, logits_grad = self.logits[: len(live)], self.logits_grad[: len(live)]
         for some in self._cached(len(live)):
-            grad = logits[some]
+            p = logits[some]
             if b is None:
-                grad.mul_(a[some, None])
+                grad = p.mul_(a[some, None])
             else:
-                factor = torch.clamp(grad, min=_TINY, out=self.scratch[: len(grad)]).log_()
-                grad.mul_(factor.mul_(b[some, None]).add_(a[some, None]))
-            grad.scatter_add_(1, column[some], at_target[some, None])
+                log_p = torch.clamp(p, min=_TINY, out=self.scratch[: len(p)]).log_()
+                grad = p.mul_(log_p.mul_(b[some, None]).add_(a[some, None]))
+            grad.scatter_add_(1, column[some], at_target[some])
             if live_rows < len(live):
                 # Zero times NaN is not zero.
                 grad.masked_fill_(~live[some, None], 0.0)
             if logits_grad is not logits:
                 logits_grad[some] = grad
-        hidden = self.hidden[self.tokens.positions[rows]].masked_fill_(~live[:, None], 0.0)
+        hidden = self.hidden[self.positions[rows]].masked_fill_(~live[:, None], 0.0)
         self.hidden_grad[rows] = logits_grad @ self.weight
-        _add_product(logits_grad, hidden, self.weight_grad[: self.columns])
+        _add_product(logits_grad, hidden, self.weight_grad[: len(self.weight)])
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the hidden states that predict, [R, hidden_size], and of the weight. Ends the computation."""
         del self.logits, self.scratch, self.logits_grad
-        if self.group is not None and self.tokens.reduce_hidden_grad and self.rows:
+        if self.group is not None and self.reduce_hidden_grad and self.rows:
             dist.all_reduce(self.hidden_grad, group=self.group)
         return self.hidden_grad, self.weight_grad.to(self.weight.dtype)
 
-    def _owned(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """[r]: whether the target is among this rank's columns; [r, 1]: its column, or one that is safe to index."""
-        targets = self.tokens.targets[rows] - self.first_column
-        return (targets >= 0) & (targets < self.columns), targets.clamp(0, max(self.columns - 1, 0))[:, None]
-
     def _cached(self, rows: int) -> list[slice]:
-        return _split(rows, self.cached_rows) if self.columns else []
+        return _split(rows, self.cached_rows) if len(self.weight) else []
 
 
 def _split(count: int, limit: int) -> list[slice]:
@@ -312,7 +302,7 @@ def _multiply(hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
 
 
 def _add_product(logits_grad: Tensor, hidden: Tensor, weight_grad: Tensor) -> None:
-    """weight_grad += logits_grad^T hidden in float32; bfloat16 on a CPU: once the product is rounded to bfloat16."""
+    """weight_grad += logits_grad^T hidden in float32. A CPU rounds a chunk's product of bfloat16 matrices once more."""
     if hidden.dtype == torch.float32:
         weight_grad.addmm_(logits_grad.T, hidden)
         return

@@ -14,7 +14,7 @@ import torch
 
 from dapo_megatron.config.schema import FP8Config
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+HOPPER, BLACKWELL, WORKSTATION_BLACKWELL = (9, 0), (10, 0), (12, 0)
 
 _TRANSFORMER_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}
 """First version of Transformer Engine with each recipe."""
@@ -73,7 +73,7 @@ def check_fp8(fp8: FP8Config, device: Device) -> None:
     if device.transformer_engine is None:
         raise ValueError(
             f"precision.fp8.recipe={recipe} needs Transformer Engine, which is not installed: "
-            f"pip install 'transformer-engine[pytorch]'{instead}"
+            f"pip install 'dapo-megatron[gpu]'{instead}"
         )
     needed = _TRANSFORMER_ENGINE[recipe]
     if device.transformer_engine < needed:
@@ -81,11 +81,12 @@ def check_fp8(fp8: FP8Config, device: Device) -> None:
             f"precision.fp8.recipe={recipe} needs Transformer Engine {_dotted(needed)}, installed is "
             f"{_dotted(device.transformer_engine)}{instead}"
         )
-    if device.capability < _CAPABILITY[recipe]:
-        works = [name for name, least in _CAPABILITY.items() if device.capability >= least]
+    if not _multiplies(recipe, device.capability):
+        below = f" and below {_dotted(WORKSTATION_BLACKWELL)}" if recipe == "mxfp8" else ""
+        works = [name for name in _CAPABILITY if _multiplies(name, device.capability)]
         raise ValueError(
-            f"precision.fp8.recipe={recipe} needs compute capability {_dotted(_CAPABILITY[recipe])}, this GPU has "
-            f"{_dotted(device.capability)}; recipes for it: {', '.join(works) or 'none'}{instead}"
+            f"precision.fp8.recipe={recipe} needs compute capability {_dotted(_CAPABILITY[recipe])}{below}, this GPU "
+            f"has {_dotted(device.capability)}; recipes for it: {', '.join(works) or 'none'}{instead}"
         )
     least_cuda = (12, 9) if recipe == "blockwise" else (12, 1) if device.capability < HOPPER else (12, 0)
     if device.cuda < least_cuda:
@@ -93,6 +94,11 @@ def check_fp8(fp8: FP8Config, device: Device) -> None:
             f"precision.fp8.recipe={recipe} needs CUDA {_dotted(least_cuda)}, torch was built with "
             f"{_dotted(device.cuda)}{instead}"
         )
+
+
+def _multiplies(recipe: str, capability: tuple[int, int]) -> bool:
+    # Transformer Engine has mxfp8 in all layouts of operands for 10.x and 11.x only.
+    return capability >= _CAPABILITY[recipe] and (recipe != "mxfp8" or capability < WORKSTATION_BLACKWELL)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -181,7 +181,7 @@ class MegatronWeightSource:
         for tensor in bucket.tensors:
             name = tensor.mapping.megatron
             if name in message.offsets:
-                tensor.view(packed, message.offsets[name]).copy_(self._parameters[name].detach())
+                tensor.view(packed, message.offsets[name]).copy_(_values(self._parameters[name]))
         return packed
 
     def _receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +203,7 @@ class MegatronWeightSource:
         for tensor in bucket.tensors:
             mapping = tensor.mapping
             shards = [
-                self._parameters[mapping.megatron].detach().to(tensor.dtype)
+                _values(self._parameters[mapping.megatron]).to(tensor.dtype)
                 if rank == self._rank
                 else tensor.view(received[rank], bucket.messages[rank].offsets[mapping.megatron])
                 for rank in tensor.holders
@@ -232,6 +232,12 @@ class MegatronWeightSource:
         for _, pairs in groupby(self, key=lambda pair: _place(pair[0])):
             names, tensors = zip(*pairs, strict=True)
             yield list(names), list(tensors)
+
+
+def _values(parameter: Tensor) -> Tensor:
+    """The plain values of a parameter: Transformer Engine's FP8 ones stay what they are in any cast."""
+    quantised = hasattr(parameter, "get_data_tensors")
+    return parameter.detach().dequantize() if quantised else parameter.detach()
 
 
 def _of_all_ranks(held: dict[str, _Shard]) -> list[dict[str, _Shard]]:

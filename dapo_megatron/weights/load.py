@@ -103,6 +103,9 @@ def _copy(parameter: Tensor, values: Tensor) -> None:
     if padding:
         values = torch.cat([values, values.new_zeros(padding, *values.shape[1:])])
     parameter.copy_(values)
+    initial = getattr(parameter, "get_high_precision_init_val", lambda: None)()
+    if initial is not None:  # of Transformer Engine's FP8 parameters: what the optimizer's main parameters start from
+        initial.copy_(values)
 
 
 def _check(

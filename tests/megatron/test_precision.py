@@ -14,13 +14,13 @@ import pytest
 from dapo_megatron.cluster.placement import fp8_environment
 from dapo_megatron.config.compose import load_config
 from dapo_megatron.config.schema import Config, FP8Config
-from dapo_megatron.config.validate import validate
+from dapo_megatron.config.validate import validate, validate_model
 from dapo_megatron.data.packing import Alignment, alignment_of
 from dapo_megatron.megatron.precision import Device, check_fp8, data_parallel_settings
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-H100, B200, L4, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
+H100, B200, RTX_5090, L4, A100 = (9, 0), (10, 0), (12, 0), (8, 9), (8, 0)
 
 BUILD = """
 import dataclasses, json, sys
@@ -29,6 +29,7 @@ transformer_engine_stub.install("2.9.0")
 import dapo_megatron.megatron, torch
 from dapo_megatron.config.compose import load_config
 from dapo_megatron.megatron import model
+from dapo_megatron.megatron.fp8_emulation import linear_submodules
 from dapo_megatron.models.registry import family_of
 from tests.tiny_models import initialize_one_rank
 initialize_one_rank()
@@ -42,9 +43,7 @@ for recipe in sys.argv[2:]:
         family = family_of(hf_config)
         transformer = model.transformer_config(family, family.dimensions(hf_config), config, torch.bfloat16, True)
         layer = model.layer_spec(transformer, config.precision.fp8, True).layer_specs[0].submodules
-        attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-        experts = getattr(mlp, "experts", None)
-        products = mlp if experts is None else experts.submodules
+        attention, products = layer.self_attention.submodules, linear_submodules(layer.mlp)
         modules = [attention.linear_qkv, attention.core_attention, attention.linear_proj,
                    products.linear_fc1, products.linear_fc2]
         fields = {name: value for name, value in vars(transformer).items() if "fp8" in name or "bf16" in name}
@@ -122,13 +121,53 @@ def test_shipped_recipes_are_valid_on_cuda_and_refused_on_a_cpu(recipe: str) -> 
         (["recipe=delayed", "last_layers_bf16=2", "emulate=true"], "keeps one history for all layers"),
         (["recipe=mxfp8", "params=true", "emulate=true"], "stores Transformer Engine's tensors"),
         (["recipe=mxfp8"], "goes with precision.params_dtype=bfloat16, given is float32"),
+        (["recipe=mxfp8", "power_of_two_scales=true"], "power_of_two_scales=true goes with recipe=blockwise"),
+        (["recipe=mxfp8", "params=true"], "parallel.overlap_param_gather=false"),
+        (["recipe=blockwise", "params=true"], "params=true needs optimizer.distributed=true"),
+        (["recipe=delayed"], "recipe=delayed cannot recompute layernorm"),
     ],
 )
 def test_combinations_that_are_refused(overrides: list[str], reason: str) -> None:
-    given = [f"precision.fp8.{override}" for override in overrides]
+    given = [
+        *(f"precision.fp8.{override}" for override in overrides),
+        *("parallel.overlap_param_gather=true", "optimizer.distributed=false"),
+        *("parallel.recompute.granularity=selective", "parallel.recompute.modules=[mlp,layernorm]"),
+    ]
     with pytest.raises(ValueError) as error:
         validate(load_config("quickstart", given, [ROOT / "conf"]))
     assert reason in str(error.value)
+
+
+QWEN2_5_0_5B = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "refusal"),
+    [
+        (None, 2, None),
+        ("tensorwise", 2, None),
+        ("mxfp8", 2, None),
+        ("blockwise", 1, None),
+        ("blockwise", 2, "multiples of 128, and here are: queries 448, queries, keys and values 576"),
+    ],
+)
+def test_sizes_on_a_rank(recipe: str | None, tensor: int, refusal: str | None) -> None:
+    config = Config()
+    config.precision.fp8.recipe, config.parallel.tensor = recipe, tensor
+    if refusal is None:
+        validate_model(config, QWEN2_5_0_5B)
+        return
+    with pytest.raises(ValueError) as error:
+        validate_model(config, QWEN2_5_0_5B)
+    assert refusal in str(error.value)
+    config.precision.fp8.emulate = True
+    validate_model(config, QWEN2_5_0_5B)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +184,11 @@ def test_combinations_that_are_refused(overrides: list[str], reason: str) -> Non
         ("delayed", Device(L4, (12, 0), (2, 9)), "needs CUDA 12.1, torch was built with 12.0"),
         ("blockwise", Device(H100, (12, 8), (2, 9)), "needs CUDA 12.9, torch was built with 12.8"),
         ("mxfp8", Device(H100, (12, 9), (2, 9)), "recipes for it: delayed, tensorwise, blockwise"),
+        (
+            "mxfp8",
+            Device(RTX_5090, (12, 9), (2, 9)),
+            "needs compute capability 10.0 and below 12.0, this GPU has 12.0; recipes for it: delayed",
+        ),
     ],
 )
 def test_devices_that_are_refused(recipe: str, device: Device, reason: str) -> None:
