@@ -3,11 +3,12 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTHON312 ?= python3.12
+PYTHON_GPU ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 RUN_DIR := runs/quickstart
 
-.PHONY: setup quickstart test test-py312 lint clean
+.PHONY: setup quickstart test test-py312 test-gpu lint clean
 
 setup: $(INSTALLED)
 
@@ -35,6 +36,10 @@ test-py312:
 	@.venv312/bin/python -m pip -qq install --no-compile --editable '.[dev]'
 	@.venv312/bin/python -c "import megatron.core, torch; print('megatron-core', megatron.core.__version__, 'torch', torch.__version__)"
 	.venv312/bin/pytest -q tests/distributed tests/megatron
+
+# On a machine with a GPU, with its own torch, megatron-core and pytest; parts that need more skip and say so.
+test-gpu:
+	$(PYTHON_GPU) -m pytest -q -rs -s --confcutdir=tests/gpu tests/gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
