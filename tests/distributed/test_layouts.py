@@ -64,6 +64,7 @@ LAYOUTS = {
     "TP2+SP as EP2": Layout({"tensor": 2, "expert": 2} | SP, "qwen3_moe"),
     "TP2+SP q/k norm": Layout({"tensor": 2} | SP, "qwen3"),
     "TP2 q/k norm": Layout({"tensor": 2}, "qwen3"),
+    "ETP2": Layout({"tensor": 2, "expert_tensor": 2} | SP, "qwen3_moe"),
     "TP2xPP2": Layout({"tensor": 2, "pipeline": 2}),
     "TP2xPP2xVPP2+SP": Layout({"tensor": 2, "pipeline": 2} | SP | VPP2),
     "TP2xCP2": Layout({"tensor": 2, "context": 2}),
@@ -157,7 +158,7 @@ def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str], 
         actor = MegatronActor(config, folders[layout.model], **place)
         results[name] = one_update(actor, layout, config) | {
             "tensor": parallel_state.get_tensor_model_parallel_rank(),
-            "expert": parallel_state.get_expert_model_parallel_rank(),
+            "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
         }
         parallel_state.destroy_model_parallel()
     return results
@@ -184,14 +185,13 @@ def gather(ranks: list[dict[str, Any]], what: str, actor: Any) -> dict[str, np.n
     """Full gradients or steps from the shards of all ranks, by the family's table alone."""
     full = {}
     for mapping in actor.family.tensors(actor.dimensions):
+        place = "expert_tensor" if mapping.in_expert else "tensor"
         shards = {
-            rank["tensor"]: torch.from_numpy(rank[what][mapping.megatron])
+            rank[place]: torch.from_numpy(rank[what][mapping.megatron])
             for rank in ranks
             if mapping.megatron in rank[what]
         }
-        if mapping.in_expert:  # each expert is whole
-            full[mapping.megatron] = next(iter(shards.values())).numpy()
-        elif shards:  # a tied output weight is the embedding but on a last stage of its own
+        if shards:  # a tied output weight is the embedding but on a last stage of its own
             full[mapping.megatron] = mapping.split.unshard([shards[i] for i in sorted(shards)]).numpy()
     return full
 
