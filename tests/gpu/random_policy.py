@@ -3,6 +3,7 @@ nothing but torch and megatron-core."""
 
 from __future__ import annotations
 
+import socket
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from dapo_megatron.config.schema import Config
 from dapo_megatron.data.types import TrainingSample
 from dapo_megatron.models.family import Dimensions, Family
 from dapo_megatron.models.registry import family_of
+
+TENTH_OF_A_BILLION = {"layers": 8, "hidden_size": 768, "heads": 12, "kv_heads": 4, "vocab_size": 16384}
+"""Sizes of a RandomPolicy of 80 million parameters."""
 
 
 class RandomPolicy:
@@ -55,7 +59,13 @@ class RandomPolicy:
         """The same values wherever it is called: every tensor has a generator of its own, on the CPU."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(self._shapes[name], generator=generator)[part]
-        return 1 + 0.1 * values if "norm" in name else values * self.config["hidden_size"] ** -0.5
+        if "norm" in name:
+            return 1 + 0.1 * values
+        if "embed_tokens" in name:
+            return values
+        # As Megatron initialises what is added to the residual stream: else rounding errors grow with every layer.
+        adds = "o_proj" in name or "down_proj" in name
+        return values * (self.config["hidden_size"] * (2 * self.config["num_hidden_layers"] if adds else 1)) ** -0.5
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
@@ -97,3 +107,14 @@ def configuration(params_dtype: str) -> Config:
     config.optimizer.lr = 1e-4
     config.trainer.seed = 1
     return config
+
+
+def actor_alone(config: Config, policy: RandomPolicy) -> Any:
+    """A MegatronActor that is the only rank; all such actors of a process share the process groups of the first."""
+    from dapo_megatron.megatron.actor import MegatronActor
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1", "master_port": port}
+    return MegatronActor(config, policy, **place)  # type: ignore[arg-type]
