@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -24,74 +30,133 @@ from dapo_megatron.config.schema import Config, ParallelConfig
 from dapo_megatron.data.types import TrainingSample
 
 VOCAB_SIZE = 37
+FAMILIES = "llama llama2 llama31 mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v3 moonlight".split()
+
+# Of the five frequencies of the tiny heads two are as they were, one is between, and two are stretched.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 9e6,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
 
 
-def tiny_model(family: str, tied: bool, seed: int = 0, layers: int = 3) -> PreTrainedModel:
+def tiny_model(family: str, tied: bool = False, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
     """A float32 model whose every parameter is far from its neutral value; head_dim is not hidden_size / heads.
 
-    Names: qwen2, qwen3, qwen3_moe (3 layers unless told), llama (2 layers).
+    Names: FAMILIES; llama has two layers unless told, the others three.
+    The tied mixtures of experts do not normalise their router.
     """
     torch.manual_seed(seed)
-    model: PreTrainedModel
-    if family in ("qwen3", "qwen3_moe"):
-        model = _tiny_qwen3(family, tied, layers)
-    elif family == "qwen2":
-        config = Qwen2Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=40,
-            intermediate_size=56,
-            num_hidden_layers=layers,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=10,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-        )
-        model = Qwen2ForCausalLM(config)
-    else:
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=54,
-            intermediate_size=72,
-            num_hidden_layers=2,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            head_dim=8,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-        )
-        model = LlamaForCausalLM(config)
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "llama": (LlamaConfig, LlamaForCausalLM, _LLAMA),
+        "llama2": (
+            LlamaConfig,
+            LlamaForCausalLM,
+            _LLAMA | {"num_key_value_heads": 9, "head_dim": 6, "rope_parameters": {"rope_theta": 1e4}},
+        ),
+        "llama31": (LlamaConfig, LlamaForCausalLM, _QWEN | {"hidden_size": 48, "rope_parameters": LLAMA3_ROPE}),
+        "mistral": (MistralConfig, MistralForCausalLM, _QWEN | {"sliding_window": 96, "rms_norm_eps": 1e-5}),
+        "mixtral": (
+            MixtralConfig,
+            MixtralForCausalLM,
+            _QWEN | {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 3},
+        ),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, _QWEN),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, _QWEN),
+        "qwen3_moe": (
+            Qwen3MoeConfig,
+            Qwen3MoeForCausalLM,
+            _QWEN
+            | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": not tied},
+        ),
+        "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, _DEEPSEEK),
+        "moonlight": (DeepseekV3Config, DeepseekV3ForCausalLM, _DEEPSEEK | _MOONLIGHT),
+    }
+    config_class, model_class, sizes = kinds[family]
+    layers = layers or (2 if family == "llama" else 3)
+    config = config_class(**sizes, num_hidden_layers=layers, tie_word_embeddings=tied, max_position_embeddings=128)
+    return _randomised(model_class(config))
+
+
+def _randomised(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model.eval()
 
 
-def _tiny_qwen3(family: str, tied: bool, layers: int) -> PreTrainedModel:
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 40,
-        "intermediate_size": 56,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-    }
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**sizes))
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": not tied}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+_LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 54,
+    "intermediate_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+}
+_QWEN = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_DEEPSEEK = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 28,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": YARN,
+}
+_MOONLIGHT = {
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
 
 
 def save(model: PreTrainedModel, folder: Path) -> str:
@@ -168,8 +233,10 @@ def layout_model(name: str) -> PreTrainedModel:
     """Sizes that two tensor-parallel ranks and, but for `uneven`, four stages divide.
 
     Args:
-        name: qwen2, `qwen2 tied`, `qwen2 uneven`, qwen3 or qwen3_moe.
+        name: qwen2, `qwen2 tied`, `qwen2 uneven`, qwen3, qwen3_moe, deepseek_v3 or moonlight.
     """
+    if name in ("deepseek_v3", "moonlight"):
+        return tiny_model(name, layers=4)
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCAB_SIZE,
@@ -192,10 +259,4 @@ def layout_model(name: str) -> PreTrainedModel:
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(0, 0.15)
-    return model.eval()
+    return _randomised(model)

@@ -25,6 +25,7 @@ class ModelSizes:
         ffn_hidden_size: of the dense MLPs; 0 if every layer has experts.
         experts: routed experts of a layer; 0 for a dense model.
         moe_ffn_hidden_size: of one expert; 0 for a dense model.
+        shared_ffn_hidden_size: of a layer's shared experts together; 0 if there are none.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class ModelSizes:
     ffn_hidden_size: int
     experts: int = 0
     moe_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
@@ -46,13 +48,15 @@ class ModelSizes:
         )
         has_dense_mlp = not experts or hf_config.get("first_k_dense_replace") or hf_config.get("mlp_only_layers")
         layers, heads, ffn = (hf_config[key] for key in needed)
+        expert_ffn = (hf_config.get("moe_intermediate_size") or ffn) if experts else 0
         return cls(
             layers=layers,
             heads=heads,
             kv_heads=hf_config.get("num_key_value_heads") or heads,
             ffn_hidden_size=ffn if has_dense_mlp else 0,
             experts=experts,
-            moe_ffn_hidden_size=(hf_config.get("moe_intermediate_size") or ffn) if experts else 0,
+            moe_ffn_hidden_size=expert_ffn,
+            shared_ffn_hidden_size=(hf_config.get("n_shared_experts") or 0) * expert_ffn,
         )
 
 
@@ -114,6 +118,7 @@ def _model_rules(p: ParallelConfig, model: ModelSizes) -> Iterator[str]:
         ("attention heads", model.heads),
         ("key/value heads", model.kv_heads),
         ("columns of the MLP", model.ffn_hidden_size),
+        ("columns of the shared experts", model.shared_ffn_hidden_size),
     ):
         if size % p.tensor:
             yield f"parallel.tensor={p.tensor} does not divide the model's {size} {what}"

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -30,6 +30,7 @@ from dapo_megatron.config.schema import Config, FP8Config, MoEConfig, ParallelCo
 from dapo_megatron.megatron.attention import SDPACoreAttention
 from dapo_megatron.megatron.fp8_emulation import emulate_fp8
 from dapo_megatron.megatron.kernels import rms_norm_class
+from dapo_megatron.megatron.latent_attention import LatentSelfAttention
 from dapo_megatron.megatron.logprob import TokenLosses, response_log_probs, response_loss
 from dapo_megatron.megatron.packed import PackedBatch
 from dapo_megatron.megatron.precision import Device, check_fp8, transformer_settings
@@ -134,11 +135,15 @@ def build_chunks(
             share_embeddings_and_output_weights=dimensions.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=dimensions.rope_theta,
+            rope_scaling=dimensions.llama3_rope_factor is not None,
+            rope_scaling_factor=dimensions.llama3_rope_factor or 1.0,
             vp_stage=stage,
         )
         _mark_tensor_parallel(chunk)
         # Torch's norms are built in float32 whatever params_dtype says.
-        chunks.append(chunk.to(params_dtype).cuda() if on_cuda else chunk.to(params_dtype))
+        chunk = chunk.to(params_dtype).cuda() if on_cuda else chunk.to(params_dtype)
+        _fix_router_biases(chunk)
+        chunks.append(chunk)
     return chunks
 
 
@@ -148,7 +153,9 @@ def transformer_config(
     """Megatron's configuration of the model in the layout of this run."""
     on_cuda = torch.cuda.is_available()
     parallel = config.parallel
-    settings = TransformerConfig(
+    if dimensions.latent and config.precision.fp8.emulate:
+        raise ValueError("precision.fp8.emulate=true is not supported for multi-head latent attention: set it to false")
+    settings = (MLATransformerConfig if dimensions.latent else TransformerConfig)(
         **family.transformer_kwargs(dimensions),
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -168,7 +175,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_cuda,
-        apply_rope_fusion=transformer_engine,
+        # Fused, Megatron's latent attention knows YaRN alone.
+        apply_rope_fusion=transformer_engine and not dimensions.latent,
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
@@ -222,6 +230,23 @@ def _mark_tensor_parallel(chunk: PolicyModel) -> None:
             weight = module.weight if isinstance(module, kind) else None
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, dim, 1)
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            # Without expert parallelism core would sum the gradients over the dense layers' group alone, although
+            # tensor-parallel ranks hold copies of the experts and see different tokens.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _fix_router_biases(chunk: PolicyModel) -> None:
+    """Keep them in float32, and leave out the count of tokens that would move them: core's fails on padding."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+            module._apply_expert_bias = _count_nothing
+
+
+def _count_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def balance_experts(chunks: Sequence[Any], coefficient: float) -> None:
@@ -250,18 +275,28 @@ def layer_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's stage: Transformer Engine's, or core's local ones with SDPA and our norms."""
     block = get_gpt_decoder_block_spec(transformer, transformer_engine, normalization="RMSNorm", vp_stage=virtual_stage)
-    if transformer_engine:
-        return block
     # Layers of one kind share a spec.
     block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
     for layer in block.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = SDPACoreAttention
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        if transformer.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if transformer.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentSelfAttention
+        if not transformer_engine:
+            _use_our_modules(layer.submodules, transformer)
+    if transformer_engine:
+        return block
     block.layer_norm = RMSNorm
     if fp8.emulate:
         first_layer = get_transformer_layer_offset(transformer, vp_stage=virtual_stage)
         emulate_fp8(block, fp8, first_layer, transformer.num_layers)
     return block
+
+
+def _use_our_modules(layer: Any, transformer: TransformerConfig) -> None:
+    """SDPA and our norms, which a distributed checkpoint holds under the names of Transformer Engine's layer spec."""
+    attention = layer.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if transformer.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif transformer.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm

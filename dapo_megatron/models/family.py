@@ -14,15 +14,22 @@ Beside the table a family names the HF config keys that it cannot honour (`only`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.models.dimensions import Dimensions, Latent
+from dapo_megatron.models.hf_config import allow_only, expert_sizes, latent_sizes, require, rope_sizes
 from dapo_megatron.models.split import FusedGLU, FusedQKV, Parallel, Replicated, Split, Vocabulary
+
+Where = Callable[[Dimensions, int], bool]
+
+
+def _everywhere(dimensions: Dimensions, layer: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,16 @@ class Row:
         hf: names in the HF checkpoint, in the order of fusing.
         split: see split.py.
         tied_to: HF name that takes the place of `hf` when embeddings are tied (the tensor is then not exported).
+        where: of a model's sizes and a layer, whether the layer has the tensor.
+        dtype: the tensor's in every checkpoint; None for that of the model.
     """
 
     megatron: str
     hf: tuple[str, ...]
     split: Split
     tied_to: str | None = None
+    where: Where = _everywhere
+    dtype: torch.dtype | None = None
 
     @property
     def in_layer(self) -> bool:
@@ -59,6 +70,7 @@ class TensorMapping:
     Attributes:
         in_expert: the split is over the tensor-parallel ranks of the experts, not those of the rest.
         exported: False if the HF tensors belong to another row (tied embeddings).
+        dtype: the tensor's in every checkpoint; None for that of the model.
     """
 
     megatron: str
@@ -66,11 +78,12 @@ class TensorMapping:
     split: Split
     in_expert: bool = False
     exported: bool = True
+    dtype: torch.dtype | None = None
 
 
-def replicated(megatron: str, hf: str) -> Row:
+def replicated(megatron: str, hf: str, dtype: torch.dtype | None = None) -> Row:
     """Norms and other tensors that every rank holds whole."""
-    return Row(megatron, _expand_braces(hf), Replicated())
+    return Row(megatron, _expand_braces(hf), Replicated(), dtype=dtype)
 
 
 def column(megatron: str, hf: str) -> Row:
@@ -98,6 +111,11 @@ def fused_glu(megatron: str, hf: str) -> Row:
     return Row(megatron, _expand_braces(hf), FusedGLU())
 
 
+def only_where(where: Where, *rows: Row) -> tuple[Row, ...]:
+    """Rows of only some layers."""
+    return tuple(replace(line, where=where) for line in rows)
+
+
 def _expand_braces(name: str) -> tuple[str, ...]:
     match = re.search(r"\{([^}]*)\}", name)
     if match is None:
@@ -114,14 +132,20 @@ class Family:
         table: see the module docstring.
         transformer: TransformerConfig fields that all members share, beside what `transformer_kwargs` derives.
         only: HF config keys whose value must be one of the given ones if the key is there.
-        ignored: HF tensors that some checkpoints hold and no model needs (`*` for the layer).
+        defaults: values of HF config keys that are not there.
+        rope: kinds of RoPE scaling (see hf_config.py).
+        latent: attention is multi-head latent attention.
+        expert_width_key: HF config key of the width of one expert; None in a dense family.
     """
 
     architectures: tuple[str, ...]
     table: tuple[Row, ...]
     transformer: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope: tuple[str, ...] = ("default",)
+    latent: bool = False
+    expert_width_key: str | None = None
 
     def dimensions(self, hf_config: Mapping[str, Any]) -> Dimensions:
         """Read the sizes of a model from its HF config (config.json as a dict).
@@ -129,71 +153,40 @@ class Family:
         Raises:
             ValueError: a needed key is missing, or a value that Megatron would not honour.
         """
-        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [key for key in needed if hf_config.get(key) is None]
-        if missing:
-            raise ValueError(f"the HF config lacks {', '.join(missing)}")
-        for key, allowed in self.only.items():
-            value = hf_config.get(key)
-            if value is not None and value not in allowed:
-                raise ValueError(f"HF config {key}={value!r} is not supported: allowed is {_one_of(allowed)}")
-        heads = hf_config["num_attention_heads"]
+        given = {key: value for key, value in hf_config.items() if value is not None}
+        hf_config = {**self.defaults, **given}
+        hidden_size, ffn_hidden_size, heads, layers, vocab_size = require(
+            hf_config, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"
+        )
+        allow_only(hf_config, self.only)
         kv_heads = hf_config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        latent = latent_sizes(hf_config) if self.latent else None
         return Dimensions(
-            layers=hf_config["num_hidden_layers"],
-            hidden_size=hf_config["hidden_size"],
-            ffn_hidden_size=hf_config["intermediate_size"],
+            layers=layers,
+            hidden_size=hidden_size,
+            ffn_hidden_size=ffn_hidden_size,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-            vocab_size=hf_config["vocab_size"],
+            head_dim=latent.nope_head_dim + latent.rope_head_dim
+            if latent
+            else hf_config.get("head_dim") or hidden_size // heads,
+            vocab_size=vocab_size,
             max_position_embeddings=hf_config.get("max_position_embeddings") or 2048,
             norm_eps=hf_config.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(hf_config),
             tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-            **self._expert_sizes(hf_config),
+            latent=latent,
+            extra_layers=hf_config.get("num_nextn_predict_layers") or 0,
+            **rope_sizes(hf_config, self.rope),
+            **(expert_sizes(hf_config, self.expert_width_key) if self.expert_width_key else {}),
         )
-
-    def _expert_sizes(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        if not any(line.in_expert for line in self.table):
-            return {}
-        sizes: dict[str, Any] = {
-            # transformers 5 writes num_local_experts where older ones wrote num_experts.
-            "num_experts": hf_config.get("num_experts") or hf_config.get("num_local_experts"),
-            "num_experts_per_tok": hf_config.get("num_experts_per_tok"),
-            "moe_intermediate_size": hf_config.get("moe_intermediate_size"),
-        }
-        missing = [key for key, value in sizes.items() if not value]
-        if missing:
-            raise ValueError(f"the HF config lacks {', '.join(missing)}")
-        experts, chosen, width = sizes.values()
-        if chosen > experts:
-            raise ValueError(f"num_experts_per_tok={chosen} is more than num_experts={experts}")
-        norm_topk_prob = bool(hf_config.get("norm_topk_prob", False))
-        if chosen == 1 and norm_topk_prob:
-            raise ValueError("num_experts_per_tok=1 is not supported with norm_topk_prob=True: no router would learn")
-        return {
-            "experts": experts,
-            "experts_per_token": chosen,
-            "moe_ffn_hidden_size": width,
-            "norm_topk_prob": norm_topk_prob,
-        }
 
     def transformer_kwargs(self, dimensions: Dimensions) -> dict[str, Any]:
         """The fields of Megatron's TransformerConfig that the model itself decides (no layout, no precision).
 
         For experts too: how the router weighs them. Balancing, dispatch and number formats are the run's.
         """
-        experts = {
-            "num_moe_experts": dimensions.experts,
-            "moe_router_topk": dimensions.experts_per_token,
-            "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
-            "moe_router_score_function": "softmax",
-            # Softmax over the chosen experts alone is softmax over all, divided by the sum of the chosen.
-            "moe_router_pre_softmax": not dimensions.norm_topk_prob,
-        }
         return {
             "num_layers": dimensions.layers,
             "hidden_size": dimensions.hidden_size,
@@ -208,7 +201,8 @@ class Family:
             "add_bias_linear": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            **(experts if dimensions.experts else {}),
+            **(_latent_kwargs(dimensions, dimensions.latent) if dimensions.latent else {}),
+            **(_expert_kwargs(dimensions) if dimensions.experts else {}),
             **self.transformer,
         }
 
@@ -222,7 +216,8 @@ class Family:
         after = [line for line in self.table[first:] if not line.in_layer]
         yield from (_apply(line, dimensions) for line in self.table[:first])
         for layer in range(dimensions.layers):
-            for in_expert, lines in groupby(in_layer, key=lambda line: line.in_expert):
+            there = [line for line in in_layer if line.where(dimensions, layer)]
+            for in_expert, lines in groupby(there, key=lambda line: line.in_expert):
                 if in_expert:
                     rows = tuple(lines)
                     for expert in range(dimensions.experts):
@@ -231,16 +226,18 @@ class Family:
                     yield from (_apply(line, dimensions, layer) for line in lines)
         yield from (_apply(line, dimensions) for line in after)
 
-    def is_ignored(self, hf_name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although no model needs it."""
-        return any(re.fullmatch(re.escape(name).replace(r"\*", r"\d+"), hf_name) for name in self.ignored)
+    def is_ignored(self, hf_name: str, dimensions: Dimensions) -> bool:
+        """Whether a checkpoint may hold this tensor although no model needs it: RoPE's frequencies, extra layers."""
+        match = re.match(r"model\.layers\.(\d+)\.", hf_name)
+        number = int(match[1]) - dimensions.layers if match else -1
+        return hf_name.endswith(".rotary_emb.inv_freq") or 0 <= number < dimensions.extra_layers
 
 
 def _apply(line: Row, dimensions: Dimensions, *numbers: int) -> TensorMapping:
     if dimensions.tied_embeddings and line.tied_to is not None:
         return TensorMapping(line.megatron, (line.tied_to,), line.split, exported=False)
     megatron, *hf = (_fill(name, numbers) for name in (line.megatron, *line.hf))
-    return TensorMapping(megatron, tuple(hf), line.split, line.in_expert)
+    return TensorMapping(megatron, tuple(hf), line.split, line.in_expert, dtype=line.dtype)
 
 
 def _fill(name: str, numbers: Sequence[int]) -> str:
@@ -250,14 +247,37 @@ def _fill(name: str, numbers: Sequence[int]) -> str:
     return name
 
 
-def _rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """transformers 5 keeps all of RoPE in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"RoPE scaling {kind!r} is not supported: allowed is 'default' (none)")
-    return float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+def _latent_kwargs(dimensions: Dimensions, latent: Latent) -> dict[str, Any]:
+    yarn = dimensions.yarn
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_head_dim,
+        "qk_pos_emb_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rotary_base": dimensions.rope_theta,
+        "rope_type": "yarn" if yarn else "rope",
+        # Plain RoPE has to be told too: the factor scales the scores.
+        "rotary_scaling_factor": yarn.factor if yarn else 1.0,
+        **({key: value for key, value in asdict(yarn).items() if key != "factor"} if yarn else {}),
+    }
 
 
-def _one_of(values: Sequence[Any]) -> str:
-    return " or ".join(repr(value) for value in values)
+def _expert_kwargs(dimensions: Dimensions) -> dict[str, Any]:
+    with_experts = dimensions.layers - dimensions.dense_layers
+    limited = dimensions.expert_groups > 1
+    return {
+        "num_moe_experts": dimensions.experts,
+        "moe_layer_freq": [0] * dimensions.dense_layers + [1] * with_experts,
+        "moe_router_topk": dimensions.experts_per_token,
+        "moe_ffn_hidden_size": dimensions.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": dimensions.shared_ffn_hidden_size or None,
+        "moe_router_score_function": "softmax",
+        # Softmax over the chosen experts alone is softmax over all, divided by the sum of the chosen.
+        "moe_router_pre_softmax": not dimensions.norm_topk_prob,
+        "moe_router_num_groups": dimensions.expert_groups if limited else None,
+        "moe_router_group_topk": dimensions.groups_per_token if limited else None,
+        "moe_router_topk_scaling_factor": dimensions.expert_scale if dimensions.expert_scale != 1 else None,
+    }

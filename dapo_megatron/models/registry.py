@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_megatron.models.deepseek_v3 import DEEPSEEK_V3
 from dapo_megatron.models.family import Family
 from dapo_megatron.models.llama import LLAMA
+from dapo_megatron.models.mistral import MISTRAL, MIXTRAL
 from dapo_megatron.models.qwen2 import QWEN2
-from dapo_megatron.models.qwen3 import QWEN3
-from dapo_megatron.models.qwen3_moe import QWEN3_MOE
+from dapo_megatron.models.qwen3 import QWEN3, QWEN3_MOE
 
-FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA)
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, DEEPSEEK_V3)
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:

@@ -35,6 +35,10 @@ class Split(Protocol):
         """The shards of all tensor-parallel ranks -> the full Megatron tensor."""
         ...
 
+    def place(self, shard: Tensor, whole: Sequence[Tensor], rank: int, size: int, dimensions: Dimensions) -> None:
+        """Copy the shard of rank `rank` of `size` to where it lies in the whole HF tensors, and nothing else."""
+        ...
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -54,6 +58,10 @@ class Replicated:
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
+
+    def place(self, shard: Tensor, whole: Sequence[Tensor], rank: int, size: int, dimensions: Dimensions) -> None:
+        for tensor, part in zip(whole, self.unfuse(shard, dimensions), strict=True):
+            tensor[self.part(tensor.shape, rank, size)].copy_(part)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,11 @@ class Vocabulary(Parallel):
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         return [tensor[: dimensions.vocab_size]]
 
+    def place(self, shard: Tensor, whole: Sequence[Tensor], rank: int, size: int, dimensions: Dimensions) -> None:
+        (tensor,) = whole
+        rows = tensor[self.part(tensor.shape, rank, size)]
+        rows.copy_(shard[: len(rows)])
+
 
 @dataclass(frozen=True)
 class FusedQKV(Parallel):
@@ -98,7 +111,7 @@ class FusedQKV(Parallel):
     def unfuse(self, tensor: Tensor, dimensions: Dimensions) -> list[Tensor]:
         d = dimensions.head_dim
         rows = [dimensions.heads // dimensions.kv_heads * d, d, d]
-        groups = tensor.view(dimensions.kv_heads, sum(rows), *tensor.shape[1:])
+        groups = tensor.view(-1, sum(rows), *tensor.shape[1:])
         return [part.flatten(0, 1) for part in groups.split(rows, 1)]
 
 

@@ -6,8 +6,9 @@ In any layout: a rank reads the layers, the experts and the parts of tensors tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from dapo_megatron.models.dimensions import Dimensions
 from dapo_megatron.models.family import Family, TensorMapping
 from dapo_megatron.models.split import Split
-from dapo_megatron.weights.hf_folder import HFFolder
+from dapo_megatron.weights.hf_folder import Checkpoint, HFFolder
 
-# Transformer Engine's layer spec fuses these norms into the linear layer behind them.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
+"""Transformer Engine's layer spec fuses these norms into the linear layer behind them; the local spec's names."""
 
 # One expert after the other, and Transformer Engine's grouped linear layers.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d\.weight)|(linear_fc\d\.weight)(\d+))")
@@ -38,15 +41,23 @@ def unwrap(module: nn.Module) -> Any:
 def named_local_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter of this rank, under its global name in the local spec: layers counted from 0 over the whole
     model, experts over all expert-parallel ranks."""
+    for name, tensor in named_local_tensors(chunks):
+        if isinstance(tensor, nn.Parameter):
+            yield name, tensor
+
+
+def named_local_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The same with the buffers that checkpoints hold: the biases of routers."""
     for chunk in chunks:
         model = unwrap(chunk)
-        for name, parameter in model.named_parameters():
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+        for name, tensor in chain(model.named_parameters(), buffers):
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
             if match:
                 layer = model.decoder.layers[int(match[1])]
-                inner = _FUSED_NORMS.get(match[2]) or _global_expert(match[2], layer, model.pg_collection)
+                inner = FUSED_NORMS.get(match[2]) or _global_expert(match[2], layer, model.pg_collection)
                 name = f"decoder.layers.{layer.layer_number - 1}.{inner}"
-            yield name, parameter
+            yield name, tensor
 
 
 def _global_expert(name: str, layer: Any, groups: Any) -> str:
@@ -79,7 +90,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HFFolder, family: Famil
         ValueError: tensors that are missing, misshapen or belong to no part of the model, all in one message.
     """
     mappings = {mapping.megatron: mapping for mapping in family.tensors(dimensions)}
-    parameters = dict(named_local_parameters(chunks))
+    parameters = dict(named_local_tensors(chunks))
     strangers = sorted(set(parameters) - set(mappings))
     assert not strangers, f"the family's table has no row for {strangers}"
     places = {name: shard_group(chunks, mappings[name]) for name in parameters}
@@ -87,7 +98,7 @@ def load_hf_weights(chunks: Sequence[nn.Module], folder: HFFolder, family: Famil
         name: hf_shapes(mappings[name].split, tuple(parameter.shape), places[name].size(), dimensions)
         for name, parameter in parameters.items()
     }
-    _check(folder, family, dimensions, mappings, expected)
+    check_tensors(folder, family, dimensions, mappings, expected)
     with torch.no_grad():
         for name, parameter in parameters.items():
             split, group = mappings[name].split, places[name]
@@ -108,13 +119,22 @@ def _copy(parameter: Tensor, values: Tensor) -> None:
         initial.copy_(values)
 
 
-def _check(
-    folder: HFFolder,
+def check_tensors(
+    folder: Checkpoint,
     family: Family,
     dimensions: Dimensions,
-    mappings: dict[str, TensorMapping],
-    expected: dict[str, tuple[tuple[int, ...], ...]],
+    mappings: Mapping[str, TensorMapping],
+    expected: Mapping[str, tuple[tuple[int, ...], ...]],
 ) -> None:
+    """Compare the tensors of a checkpoint with what a model needs.
+
+    Args:
+        mappings: all of the model's, by Megatron's name.
+        expected: by Megatron's name the shapes of the HF tensors behind it.
+
+    Raises:
+        ValueError: tensors that are missing, misshapen or belong to no part of the model, all in one message.
+    """
     found = set(folder.names())
     problems = []
     for name, shapes in expected.items():
@@ -126,7 +146,7 @@ def _check(
     known = {hf_name for mapping in mappings.values() for hf_name in mapping.hf}
     # A tied model may still hold its output weight.
     known |= {hf_name for row in family.table if row.tied_to for hf_name in row.hf}
-    problems += [f"surplus: {name}" for name in sorted(found - known) if not family.is_ignored(name)]
+    problems += [f"surplus: {name}" for name in sorted(found - known) if not family.is_ignored(name, dimensions)]
     for row in family.table if dimensions.tied_embeddings else ():
         if row.tied_to in found and row.hf[0] in found and not problems:
             if not torch.equal(folder.tensor(row.tied_to), folder.tensor(row.hf[0])):

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
 
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import SINGLE_FILE, HFFolder
-from dapo_megatron.weights.load import load_hf_weights, named_local_parameters, unwrap
+from dapo_megatron.weights.load import load_hf_weights, named_local_tensors
 from tests.distributed.ranks import run_ranks
-from tests.tiny_models import one_rank_actor, random_samples, save, tiny_config, tiny_model
+from tests.tiny_models import save, tiny_config, tiny_model
 
 RANKS = 4
 
@@ -35,7 +37,6 @@ LAYOUTS = {
     "TP2 tied": Layout({"data": 2, "tensor": 2}, "qwen2 tied"),
     "PP2 uneven": Layout({"data": 2, "pipeline": 2}, "qwen3"),
     "PP2 uneven tied": Layout({"data": 2, "pipeline": 2}, "qwen3 tied"),
-    "PP2xVPP2": Layout({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "qwen3 4 layers"),
     "PP4 tied": Layout({"pipeline": 4}, "qwen2 tied 4 layers"),
     "CP2xTP2": Layout({"context": 2, "tensor": 2}, "qwen3"),
     "TP2xPP2 uneven": Layout({"tensor": 2, "pipeline": 2}, "qwen2"),
@@ -52,6 +53,20 @@ LAYOUTS = {
         {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "qwen3_moe tied 4 layers"
     ),
     "CP2xPP2xEP2": Layout({"context": 2, "pipeline": 2, "expert": 2}, "qwen3_moe tied 4 layers"),
+    **{
+        f"{name} {family}": Layout(sizes, family + (" 4 layers" if "virtual_pipeline" in sizes else ""))
+        for family in "qwen2 qwen3 qwen3_moe llama31 mistral mixtral deepseek_v3 moonlight".split()
+        for name, sizes in {
+            "TP2": {"data": 2, "tensor": 2},
+            "PP2 uneven": {"data": 2, "pipeline": 2},
+            "TP2xPP2": {"tensor": 2, "pipeline": 2},
+            "PP2xVPP2": {"data": 2, "pipeline": 2, "virtual_pipeline": 2},
+        }.items()
+    },
+    **{
+        f"EP2 {family}": Layout({"tensor": 2, "pipeline": 2, "expert": 2}, family)
+        for family in ("mixtral", "deepseek_v3", "moonlight")
+    },
 }
 
 
@@ -78,7 +93,15 @@ def run_layouts(rank: int, world_size: int, port: int, folders: dict[str, str]) 
         initialize_parallel(config.parallel, rank, world_size, f"tcp://127.0.0.1:{port}")
         results[name] = round_trip(config, CountingFolder(folders[layout.model]))
         parallel_state.destroy_model_parallel()
+        destroy_groups()
     return results
+
+
+def destroy_groups() -> None:
+    """Megatron forgets its process groups, but each goes on with threads of its own."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def round_trip(config: Any, folder: CountingFolder) -> dict[str, Any]:
@@ -88,14 +111,14 @@ def round_trip(config: Any, folder: CountingFolder) -> dict[str, Any]:
     dimensions = family.dimensions(folder.config)
     chunks = build_chunks(family, dimensions, config, torch.float32)
     with torch.no_grad():
-        for _, parameter in named_local_parameters(chunks):
-            parameter.fill_(float("nan"))
+        for _, tensor in named_local_tensors(chunks):
+            tensor.fill_(float("nan"))
     load_hf_weights(chunks, folder, family, dimensions)
     source = MegatronWeightSource(chunks, family, dimensions)
     first = {key: tensor.clone() for key, tensor in source}
     with torch.no_grad():
-        for _, parameter in named_local_parameters(chunks):
-            parameter.mul_(2)
+        for _, tensor in named_local_tensors(chunks):
+            tensor.mul_(2)
     in_small_buckets = MegatronWeightSource(chunks, family, dimensions, torch.bfloat16, bucket_bytes=5000)
     return {
         "first": first,
@@ -105,7 +128,7 @@ def round_trip(config: Any, folder: CountingFolder) -> dict[str, Any]:
         "groups": source.groups(),
         "iterated groups": [names for names, _ in source.iter_groups()],
         "participates": source.participates,
-        "parameters": {key: parameter.numel() for key, parameter in named_local_parameters(chunks)},
+        "parameters": {key: tensor.numel() for key, tensor in named_local_tensors(chunks)},
         "read": folder.elements,
     }
 
@@ -134,7 +157,10 @@ def test_round_trip(name: str, folders: dict[str, str], outcomes: list[dict[str,
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[key], original[key]) for key in original)
     assert all(torch.equal(ranks[0]["second"][key], 2 * original[key]) for key in original)
-    assert all(torch.equal(ranks[0]["rounded"][key], (2 * original[key]).bfloat16()) for key in original)
+    for key, tensor in original.items():
+        dtype = torch.float32 if key.endswith("e_score_correction_bias") else torch.bfloat16
+        assert ranks[0]["rounded"][key].dtype == dtype
+        assert torch.equal(ranks[0]["rounded"][key], (2 * tensor).to(dtype)), key
     assert not any(rank[pass_] for rank in ranks[1:] for pass_ in ("first", "second", "rounded"))
 
 
@@ -154,7 +180,7 @@ def test_a_rank_reads_what_it_holds(name: str, outcomes: list[dict[str, dict[str
     for rank in (results[name] for results in outcomes):
         read, held = rank["read"], sum(rank["parameters"].values())
         # Embedding and output weight may hold a row of padding each.
-        assert held - 2 * 40 <= read <= held
+        assert held - 2 * 48 <= read <= held
 
 
 def test_only_ranks_that_are_needed_take_part(outcomes: list[dict[str, dict[str, Any]]]) -> None:
@@ -165,19 +191,3 @@ def test_only_ranks_that_are_needed_take_part(outcomes: list[dict[str, dict[str,
     assert taking_part["PP2 uneven"] == [True, False, True, False]
     assert taking_part["EP2"] == [True, True, False, False]
     assert taking_part["EP4"] == taking_part["TP2xPP2 uneven"] == [True] * 4
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_logits_equal_hf(family: str, tied: bool, tmp_path: Path) -> None:
-    """On one rank, packed against separate sequences. The tied mixture of experts does not normalise its router."""
-    from dapo_megatron.megatron.packed import pack
-
-    hf = tiny_model(family, tied)
-    model = unwrap(one_rank_actor(tiny_config(), save(hf, tmp_path / "hf")).chunks[0])
-    samples = random_samples(7)
-    with torch.no_grad():
-        logits = model.hidden_states(pack(samples, torch.device("cpu")))[:, 0] @ model.output_weight().T
-        expected = torch.cat([hf(torch.from_numpy(sample.token_ids)[None]).logits[0] for sample in samples])
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

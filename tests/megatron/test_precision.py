@@ -14,7 +14,8 @@ import pytest
 from dapo_megatron.cluster.placement import fp8_environment
 from dapo_megatron.config.compose import load_config
 from dapo_megatron.config.schema import Config, FP8Config
-from dapo_megatron.config.validate import validate, validate_model
+from dapo_megatron.config.validate import validate
+from dapo_megatron.config.validate_model import validate_model
 from dapo_megatron.data.packing import Alignment, alignment_of
 from dapo_megatron.megatron.precision import Device, check_fp8, data_parallel_settings
 

@@ -1,20 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_megatron.models.dimensions import Dimensions
+from dapo_megatron.config.layout import ModelSizes, broken_rules
+from dapo_megatron.config.schema import ParallelConfig
+from dapo_megatron.models.deepseek_v3 import DEEPSEEK_V3
+from dapo_megatron.models.dimensions import Dimensions, Latent
 from dapo_megatron.models.family import Family
 from dapo_megatron.models.llama import LLAMA
 from dapo_megatron.models.qwen2 import QWEN2
-from dapo_megatron.models.qwen3 import QWEN3
-from dapo_megatron.models.qwen3_moe import QWEN3_MOE
+from dapo_megatron.models.qwen3 import QWEN3, QWEN3_MOE
 from dapo_megatron.models.registry import FAMILIES, family_of
 from dapo_megatron.models.split import FusedGLU, FusedQKV, Parallel, Replicated, Vocabulary
 
@@ -96,9 +96,13 @@ def test_the_vocabulary_is_cut_into_parts_of_its_padded_size() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
-def test_a_table_names_every_tensor_once_layer_by_layer(family: object) -> None:
+def test_a_table_names_every_tensor_once_layer_by_layer(family: Family) -> None:
+    latent = Latent(18, 22, 10, 8, 12) if family.latent else None
     for tied in (False, True):
-        mappings = family.tensors(dimensions(layers=3, experts=2, tied_embeddings=tied))
+        sizes = dataclasses.replace(
+            dimensions(layers=3, experts=2, dense_layers=1), tied_embeddings=tied, latent=latent
+        )
+        mappings = family.tensors(sizes)
         names = [name for mapping in mappings if mapping.exported for name in mapping.hf]
         assert len(names) == len(set(names)) and not any(set("*{}") & set(name) for name in names)
         assert len({mapping.megatron for mapping in mappings}) == len(mappings)
@@ -130,7 +134,13 @@ def test_rope_theta_of_old_and_new_configs() -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE scaling 'llama3'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "lacks factor"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}},
+            "high_freq_factor=2.0 is not supported: allowed is 4.0",
+        ),
+        (QWEN2, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE scaling 'llama3'"),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE scaling 'yarn'"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling 'linear'"),
         (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported: allowed is False"),
@@ -149,7 +159,8 @@ def test_registry() -> None:
     assert family_of({"architectures": ["Qwen2ForCausalLM"]}) is QWEN2
     assert family_of(LLAMA_CONFIG) is LLAMA
     assert family_of({"architectures": ["Qwen3MoeForCausalLM"]}) is QWEN3_MOE
-    known = "known are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+    known = "known are DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, "
+    known += "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
     with pytest.raises(ValueError, match=f"'Qwen2ForCausal' is unknown: {known}; did you mean Qwen2ForCausalLM"):
         family_of({"architectures": ["Qwen2ForCausal"]})
     with pytest.raises(ValueError, match=f"names no architecture: {known}"):
@@ -210,37 +221,77 @@ def test_experts_that_megatron_would_not_honour_are_refused(change: dict, messag
         QWEN3_MOE.dimensions(MOE_CONFIG | change)
 
 
-def parameters(family: Family, sizes: Dimensions) -> int:
-    """The elements of all HF tensors of the family's table, by the shapes that its names stand for."""
-    h, d, vocab = sizes.hidden_size, sizes.head_dim, sizes.vocab_size
-    ffn = sizes.moe_ffn_hidden_size or sizes.ffn_hidden_size
-    elements = {
-        "embed_tokens.weight": vocab * h, "lm_head.weight": vocab * h,
-        "q_proj.weight": h * d * sizes.heads, "q_proj.bias": d * sizes.heads, "o_proj.weight": h * d * sizes.heads,
-        "k_proj.weight": h * d * sizes.kv_heads, "k_proj.bias": d * sizes.kv_heads,
-        "v_proj.weight": h * d * sizes.kv_heads, "v_proj.bias": d * sizes.kv_heads,
-        "q_norm.weight": d, "k_norm.weight": d, "input_layernorm.weight": h, "post_attention_layernorm.weight": h,
-        "gate_proj.weight": h * ffn, "up_proj.weight": h * ffn, "down_proj.weight": h * ffn,
-        "gate.weight": h * sizes.experts, "norm.weight": h,
-    }  # fmt: skip
-    names = [name for mapping in family.tensors(sizes) if mapping.exported for name in mapping.hf]
-    return sum(elements[".".join(name.split(".")[-2:])] for name in names)
+LATENT_CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 28,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "vocab_size": 37,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+}
 
 
-def test_real_models_have_their_published_number_of_parameters(shared: Path) -> None:
-    models = json.loads((shared / "model_configs.json").read_text())
-    checked = set()
-    for name, entry in models.items():
-        architecture = entry["hf_config"]["architectures"][0]
-        if architecture.startswith("Qwen"):
-            family = family_of(entry["hf_config"])
-            counted = parameters(family, family.dimensions(entry["hf_config"]))
-            assert counted == entry["parameters_counted_with_transformers_5.19.0"], name
-            checked.add(architecture)
-    assert checked == {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
+def test_latent_attention_and_its_experts() -> None:
+    sizes = DEEPSEEK_V3.dimensions(LATENT_CONFIG)
+    assert sizes.latent == Latent(18, 22, 10, 8, 12) and sizes.head_dim == 18
+    assert (sizes.shared_ffn_hidden_size, sizes.dense_layers, sizes.extra_layers) == (56, 1, 1)
+    assert sizes.yarn is not None and (sizes.yarn.factor, sizes.yarn.beta_fast, sizes.yarn.mscale) == (40, 32, 1)
+    fields = DEEPSEEK_V3.transformer_kwargs(sizes)
+    assert fields["moe_layer_freq"] == [0, 1, 1] and fields["moe_router_score_function"] == "sigmoid"
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 2)
+    assert fields["moe_router_topk_scaling_factor"] == 2.5
+    assert DEEPSEEK_V3.is_ignored("model.layers.3.eh_proj.weight", sizes)
+    assert not DEEPSEEK_V3.is_ignored("model.layers.2.eh_proj.weight", sizes)
+    assert not DEEPSEEK_V3.is_ignored("model.layers.4.eh_proj.weight", sizes)
+    names = {name for mapping in DEEPSEEK_V3.tensors(sizes) for name in mapping.hf}
+    assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.1.mlp.gate_proj.weight" not in names
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
+    assert "model.layers.0.self_attn.q_a_proj.weight" in names
+    direct = DEEPSEEK_V3.dimensions(LATENT_CONFIG | {"q_lora_rank": None})
+    names = {name for mapping in DEEPSEEK_V3.tensors(direct) for name in mapping.hf}
+    assert "model.layers.0.self_attn.q_proj.weight" in names and "model.layers.0.self_attn.q_a_proj.weight" not in names
 
 
-def test_rope_scaling_of_a_real_model_is_refused(shared: Path) -> None:
-    models = json.loads((shared / "model_configs.json").read_text())
-    with pytest.raises(ValueError, match="RoPE scaling 'llama3' is not supported"):
-        LLAMA.dimensions(models["Llama-3.1-8B"]["hf_config"])
+def test_tensor_parallel_ranks_divide_the_shared_experts() -> None:
+    sizes = ModelSizes.of(LATENT_CONFIG | {"num_attention_heads": 16, "intermediate_size": 64})
+    assert sizes is not None
+    expected = ["parallel.tensor=16 does not divide the model's 56 columns of the shared experts"]
+    assert broken_rules(ParallelConfig(tensor=16, sequence_parallel=True), sizes) == expected
+    assert broken_rules(ParallelConfig(tensor=8, sequence_parallel=True), sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 3}, "n_group=3 with topk_group=2 does not fit 8 experts"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok=6 is not supported with topk_group=2 of n_group=4.*4 and 5"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        (
+            {"rope_scaling": LATENT_CONFIG["rope_scaling"] | {"mscale": 1.0}},
+            "mscale=1.0 and mscale_all_dim=None is not supported: allowed are both or none",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "lacks original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "RoPE scaling 'linear'"),
+    ],
+)
+def test_latent_models_that_megatron_would_not_honour_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DEEPSEEK_V3.dimensions(LATENT_CONFIG | change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,18 @@ from dapo_megatron.models.registry import family_of
 from tests.tiny_models import tiny_model
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.fixture
+def real_models(shared: Path) -> dict[str, Any]:
+    return json.loads((shared / "model_configs.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "moonlight"])
 @pytest.mark.parametrize("tokens", [5, 16])
 def test_equals_what_torch_counts_on_the_hf_model(family: str, tokens: int) -> None:
     """Eager attention computes the whole square, of which a causal one needs half."""
     model = tiny_model(family, tied=False).train()
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, tokens, dtype=torch.int64)).logits.sum().backward()
     hf_config = model.config.to_dict() | {"architectures": [type(model).__name__]}
@@ -27,8 +34,8 @@ def test_equals_what_torch_counts_on_the_hf_model(family: str, tokens: int) -> N
     assert counter.get_total_flops() == cost.linear * tokens + 2 * cost.quadratic * tokens**2
 
 
-def test_packed_sequences_add_up_and_do_not_see_each_other(shared: Path) -> None:
-    hf_config = json.loads((shared / "model_configs.json").read_text())["Qwen2.5-32B"]["hf_config"]
+def test_packed_sequences_add_up_and_do_not_see_each_other(real_models: dict[str, Any]) -> None:
+    hf_config = real_models["Qwen2.5-32B"]["hf_config"]
     dimensions = family_of(hf_config).dimensions(hf_config)
     cost = sequence_cost(dimensions)
     lengths = [1000, 20480, 3]
@@ -38,9 +45,9 @@ def test_packed_sequences_add_up_and_do_not_see_each_other(shared: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-32B", "Qwen2.5-7B-Instruct", "Qwen2.5-0.5B"])
-def test_six_flops_a_parameter_and_token(shared: Path, name: str) -> None:
+def test_six_flops_a_parameter_and_token(name: str, real_models: dict[str, Any]) -> None:
     """Every weight but an embedding of its own takes part in one multiply-add a token; norms and biases are few."""
-    entry = json.loads((shared / "model_configs.json").read_text())[name]
+    entry = real_models[name]
     dimensions = family_of(entry["hf_config"]).dimensions(entry["hf_config"])
     embedding = 0 if dimensions.tied_embeddings else dimensions.hidden_size * dimensions.vocab_size
     weights = entry["parameters_counted_with_transformers_5.19.0"] - embedding

@@ -19,9 +19,9 @@ from dapo_megatron.models.split import Vocabulary
 from dapo_megatron.weights.export import MegatronWeightSource
 from dapo_megatron.weights.hf_folder import SINGLE_FILE, HFFolder
 from dapo_megatron.weights.load import load_hf_weights, named_local_parameters
-from tests.tiny_models import save, tiny_model
+from tests.tiny_models import FAMILIES, save, tiny_model
 
-CASES = [(family, tied) for family in ("qwen2", "llama", "qwen3", "qwen3_moe") for tied in (False, True)]
+CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
 
 class FakeChunk:
@@ -35,7 +35,8 @@ class FakeChunk:
         mlp = types.SimpleNamespace(experts=types.SimpleNamespace(num_local_experts=dimensions.experts))
         layers = [types.SimpleNamespace(layer_number=n + 1, mlp=mlp) for n in range(dimensions.layers)]
         self.decoder = types.SimpleNamespace(layers=layers)
-        self.parameters = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
         for mapping in family.tensors(dimensions):
             if mapping.exported:
                 split = mapping.split
@@ -43,10 +44,17 @@ class FakeChunk:
                 shape = list(split.fuse(parts, dimensions).shape)
                 if isinstance(split, Vocabulary):
                     shape[0] = -(-dimensions.vocab_size // ranks)
-                self.parameters[mapping.megatron] = nn.Parameter(torch.full(shape, float("nan")))
+                values = torch.full(shape, float("nan"))
+                if mapping.dtype is None:
+                    self.parameters[mapping.megatron] = nn.Parameter(values)
+                else:
+                    self.buffers[mapping.megatron] = values
 
     def named_parameters(self) -> ItemsView[str, nn.Parameter]:
         return self.parameters.items()
+
+    def named_buffers(self) -> ItemsView[str, torch.Tensor]:
+        return self.buffers.items()
 
 
 def open_folder(path: str) -> tuple[HFFolder, Family, Dimensions]:
