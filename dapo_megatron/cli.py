@@ -1,4 +1,4 @@
-"""The command line: dapo-megatron train | evaluate | report | doctor.
+"""The command line: dapo-megatron train | evaluate | convert | report | doctor.
 
 Only light imports stand at the top: each command imports what it runs, so that `--help` needs no engine. A ValueError
 is a user's mistake and becomes one `error:` line and exit code 2; Ctrl-C is exit code 130.
@@ -10,18 +10,17 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dapo_megatron import cli_convert
+from dapo_megatron.user_errors import reported as _reported
+
 if TYPE_CHECKING:
     from dapo_megatron.config.schema import Config
     from dapo_megatron.trainer.tracking import RunDirectory
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="dapo-megatron",
@@ -30,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cli_convert.app, name="convert")
 
 ConfigName = Annotated[str, typer.Option("--config-name", help="A file under conf/ without its ending.")]
 Overrides = Annotated[
@@ -49,7 +49,8 @@ def train(
     """Train a policy."""
     with _reported(debug):
         from dapo_megatron.config.compose import load_config, to_yaml
-        from dapo_megatron.config.validate import validate, validate_files
+        from dapo_megatron.config.validate import validate
+        from dapo_megatron.config.validate_model import validate_files
 
         config = load_config(config_name, overrides or [])
         validate(config)
@@ -77,7 +78,8 @@ def evaluate(
 ) -> None:
     """Sample the evaluation sets and print mean@k and pass@k."""
     with _reported(debug):
-        from dapo_megatron.config.validate import validate, validate_files
+        from dapo_megatron.config.validate import validate
+        from dapo_megatron.config.validate_model import validate_files
 
         config = _evaluation_config(config_name, run, overrides or [])
         folder = _model_folder(run, step, model)
@@ -138,22 +140,6 @@ def doctor(
 def main() -> None:
     """Entry point of the `dapo-megatron` program."""
     app()
-
-
-@contextmanager
-def _reported(debug: bool) -> Iterator[None]:
-    """Turn a user's mistake and an interrupt into one line and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except ValueError as error:
-        if debug:
-            raise
-        # An error from another process carries the original one as its cause.
-        typer.echo(f"error: {getattr(error, 'cause', None) or error}", err=True)
-        raise typer.Exit(EXIT_USER_ERROR) from None
 
 
 def _log_to_terminal(debug: bool) -> None:
