@@ -3,9 +3,11 @@
 vLLM runs on one thread of its own. Everything that touches it is a command in that thread's queue, so callers may be
 any number of coroutines; the thread sleeps while there is nothing to do.
 
-Phases: `ready` -> start_weight_update -> `updating` -> finish_weight_update -> `ready`, and `ready` -> release ->
-`released` -> restore -> `ready`. A sync that fails leaves `half-updated`: generation is refused until a full sync
-succeeds. An exception inside vLLM's step is final: every pending and later call raises it.
+Two things decide what is possible. Memory: `awake` -> release -> `released` -> wake_weights -> `without a KV cache` ->
+wake_kv_cache -> `awake`. Weights: `whole` -> start_weight_update -> `updating` -> finish_weight_update -> `whole`; they
+are `half-updated` after a sync that failed and `dropped` by a release at sleep level 2, and then only a full sync makes
+them whole. Generation needs `awake` and `whole`. An exception inside vLLM's step is final: every pending and later call
+raises it.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class RolloutEngine:
         for name, value in engine_environment(self._device, config.rollout.cpu_threads).items():
             os.environ.setdefault(name, value)
         self.policy_version = 0
-        self._phase = "ready"
+        self._memory = "awake"
+        self._weights = "whole"
         self._failure: EngineFailed | None = None
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -113,7 +116,7 @@ class RolloutEngine:
         Raises:
             ValueError: an empty or overlong prompt, or a seed outside [0, 2**63).
             GenerationAborted: see `abort_all`.
-            RuntimeError: the engine is not ready (a sync is under way or has failed).
+            RuntimeError: the engine is released, or its weights are not whole.
             EngineFailed: vLLM raised, now or earlier.
         """
         limit = self._config.data.max_prompt_tokens
@@ -179,15 +182,23 @@ class RolloutEngine:
     # ---- memory ----
 
     async def release(self) -> int:
-        """Give memory back while the training actors work: the KV cache on the CPU, the weights too on CUDA.
+        """Give memory back while the training ranks work: the KV cache and, as `rollout.sleep_level` says, the weights.
 
-        Returns the bytes of KV cache returned to the system on the CPU, 0 on CUDA (vLLM logs its own figure).
+        Returns:
+            The bytes by which the memory in use fell: of the device on CUDA, of the workers' processes on the CPU.
         """
         return await self._call(self._release)
 
-    async def restore(self) -> None:
-        """Take back what `release` gave away."""
-        await self._call(self._restore)
+    async def wake_weights(self) -> int:
+        """Take the weights' memory back, ready for a sync; the bytes by which the memory in use rose.
+
+        On the CPU memory comes back as it is written, and this is 0.
+        """
+        return await self._call(self._wake_weights)
+
+    async def wake_kv_cache(self) -> int:
+        """Take the KV cache's memory back, ready to generate; bytes as `wake_weights`."""
+        return await self._call(self._wake_kv_cache)
 
     def shutdown(self) -> None:
         """End the thread; pending and later calls raise EngineFailed."""
@@ -200,8 +211,12 @@ class RolloutEngine:
     def _add_group(self, group: _Group) -> None:
         from vllm.inputs import tokens_input
 
-        if self._phase != "ready":
-            raise RuntimeError(f"the engine is {self._phase}: no generation before a full weight sync or restore")
+        if self._memory != "awake":
+            raise RuntimeError(
+                f"the engine is {self._memory}: no generation before wake_weights, a sync and wake_kv_cache"
+            )
+        if self._weights != "whole":
+            raise RuntimeError(f"the engine's weights are {self._weights}: no generation before a full weight sync")
         group.policy_version = self.policy_version
         prompt = tokens_input(group.prompt_token_ids)
         try:
@@ -255,45 +270,67 @@ class RolloutEngine:
     def _start_weight_update(self) -> None:
         if self._groups:
             raise RuntimeError(f"{len(self._groups)} samples are being generated: await or abort them before a sync")
-        if self._phase == "released":
-            raise RuntimeError("the engine is released: restore it before a sync")
-        self._engine.collective_rpc("abandon_weight_update")
-        self._phase = "updating"
+        if self._memory == "released":
+            raise RuntimeError("the engine is released: no sync before wake_weights")
+        self._on_workers("abandon_weight_update")
+        self._weights = "updating"
         self._during_update("start_weight_update")
 
     def _during_update(self, method: str, *args: Any) -> None:
-        if self._phase != "updating":
-            raise RuntimeError(f"{method} while the engine is {self._phase}, not updating")
+        if self._weights != "updating":
+            raise RuntimeError(f"{method} while the engine's weights are {self._weights}, not updating")
         try:
-            self._engine.collective_rpc(method, args=args)
+            self._on_workers(method, *args)
         except BaseException:
-            self._phase = "half-updated"
+            self._weights = "half-updated"
             raise
 
     def _finish_weight_update(self) -> None:
         self._during_update("finish_weight_update")
-        self._phase = "half-updated"
+        self._weights = "half-updated"
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a weight sync")
-        self._phase = "ready"
+        self._weights = "whole"
 
     def _release(self) -> int:
-        if self._groups or self._phase != "ready":
-            raise RuntimeError(f"release while the engine is {self._phase} with {len(self._groups)} samples under way")
+        if self._groups or self._memory != "awake":
+            raise RuntimeError(f"release while the engine is {self._memory} with {len(self._groups)} samples under way")
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset before a release")
-        self._phase = "released"
+        level = self._config.rollout.sleep_level
+        before = self._bytes_in_use()
+        self._memory = "released"
+        if level == 2:
+            self._weights = "dropped"
         if self._device == "cpu":
-            return sum(self._engine.collective_rpc("release_kv_cache"))
-        self._engine.sleep(level=1)
-        return 0
+            self._on_workers("release_memory", level)
+        else:
+            self._engine.sleep(level)
+        return before - self._bytes_in_use()
 
-    def _restore(self) -> None:
-        if self._phase != "released":
-            raise RuntimeError(f"restore while the engine is {self._phase}, not released")
+    def _wake_weights(self) -> int:
+        return self._wake("weights", "released", "without a KV cache")
+
+    def _wake_kv_cache(self) -> int:
+        return self._wake("kv_cache", "without a KV cache", "awake")
+
+    def _wake(self, tag: str, before: str, after: str) -> int:
+        if self._memory != before:
+            raise RuntimeError(f"wake_{tag} while the engine is {self._memory}, not {before}")
+        taken = -self._bytes_in_use()
         if self._device != "cpu":
-            self._engine.wake_up()
-        self._phase = "ready"
+            self._engine.wake_up([tag])
+        self._memory = after
+        return taken + self._bytes_in_use()
+
+    def _on_workers(self, method: str, *args: Any) -> None:
+        """Call a method of every worker; raises what the first of those that failed raised."""
+        for errors in self._engine.collective_rpc("attempt", args=(method, args)):
+            for error in errors:
+                raise error
+
+    def _bytes_in_use(self) -> int:
+        return sum(self._engine.collective_rpc("bytes_in_use"))
 
     def _raise_shutdown(self) -> None:
         raise _Shutdown
@@ -315,7 +352,7 @@ class RolloutEngine:
         return await asyncio.wrap_future(self._submit(command))
 
     async def _worker(self, method: str, *args: Any) -> None:
-        await self._call(partial(self._engine.collective_rpc, method, args=args))
+        await self._call(partial(self._on_workers, method, *args))
 
     def _run(self, started: Future[None]) -> None:
         try:

@@ -53,12 +53,32 @@ def build_vllm_engine(config: Config, hf_folder: str, device: str) -> LLMEngine:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from dapo_megatron.rollout.block_fp8_loader import LOAD_FORMAT
+    from dapo_megatron.weights.block_fp8 import quantization_config
+    from dapo_megatron.weights.hf_folder import HFFolder
+    from dapo_megatron.weights.transport import engine_backend
+
     on_cpu = device == "cpu"
+    hf = HFFolder(hf_folder)
     window = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     arguments: dict[str, Any] = {}
+    if config.rollout.tensor > 1:
+        # cluster/placement.py says where Ray's workers go.
+        arguments["distributed_executor_backend"] = "mp" if on_cpu else "ray"
     if on_cpu:
         # A seeded request whose prompt is split dies on the CPU: its generator cannot be rewound.
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(window, CPU_PREFILL_TOKENS)}
+        if hf.config.get("kv_lora_rank"):
+            # vLLM's CPU kernel misreads the strided queries of latent attention: log-probs are off by 0.3.
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if config.rollout.quantization == "fp8_block":
+        shapes = {name: hf.shape(name) for name in hf.names()}
+        arguments |= {
+            "load_format": LOAD_FORMAT,
+            "hf_overrides": {"quantization_config": quantization_config(shapes)},
+        }
+    else:  # vLLM quantises what it loads, now and at each sync
+        arguments["quantization"] = config.rollout.quantization
     try:
         engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -75,7 +95,7 @@ def build_vllm_engine(config: Config, hf_folder: str, device: str) -> LLMEngine:
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, temperature included
                 seed=config.trainer.seed,
-                weight_transfer_config=WeightTransferConfig(backend=config.weights.transport),
+                weight_transfer_config=WeightTransferConfig(backend=engine_backend(config.weights.transport)),
                 worker_extension_cls=WORKER_EXTENSION,
                 disable_log_stats=True,
                 **arguments,
@@ -94,14 +114,20 @@ def build_vllm_engine(config: Config, hf_folder: str, device: str) -> LLMEngine:
 
 
 def _check_head_size(engine: LLMEngine, on_cpu: bool) -> None:
-    """vLLM's Qwen2 ignores `head_dim` and would load a part of each projection without a word."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    """vLLM's Qwen2 ignores `head_dim` and would load a part of each projection without a word.
 
+    Seen in this process alone: not in an engine of several.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    latent = engine.model_config.use_mla
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     built = {layer.head_size for layer in layers if hasattr(layer, "head_size")}
     wanted = engine.model_config.get_head_size()
-    if built - {wanted} and not engine.model_config.use_mla:
+    if built - {wanted} and not latent:
         raise ValueError(f"config.json has head_dim {wanted}; vLLM's model of this architecture uses {min(built)}")
-    supported = CPUAttentionBackend.get_supported_head_sizes()
+    supported = (CPUMLABackend if latent else CPUAttentionBackend).get_supported_head_sizes()
     if on_cpu and not built <= set(supported):
-        raise ValueError(f"head_dim {wanted}: vLLM's CPU attention knows {', '.join(map(str, supported))}")
+        name = "kv_lora_rank + qk_rope_head_dim =" if latent else "head_dim"
+        raise ValueError(f"{name} {min(built)}: vLLM's CPU attention knows {', '.join(map(str, supported))}")

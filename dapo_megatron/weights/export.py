@@ -1,15 +1,21 @@
 """Megatron model chunks -> full tensors under their HF names: what checkpoints and rollout engines take.
 
 `MegatronWeightSource` has the methods of vLLM's `WeightSource` (vllm.distributed.weight_transfer.base) without
-importing vLLM. In any layout all tensors come out of rank 0, one at a time in the order of HF checkpoints: embedding,
-layer by layer, final norm, output weight. Of the ranks that hold the same shard the first sends it straight to rank 0,
-many shards in one message; the others do nothing. Which rank sends what is planned once.
+importing vLLM. In any layout the order is that of HF checkpoints: embedding, layer by layer, final norm, output weight.
+Of the ranks that hold the same shard the first gives it; the others do nothing. Which rank gives what is planned once.
+
+Three ways out:
+- iteration: rank 0 yields the full tensors; shards travel to it, many in one message. After `on_every_rank()` every
+  rank yields them; shards are broadcast.
+- `write`: each rank copies its shards to where they lie in full tensors that all ranks of a host share.
+- `local_parts`: each rank its own part of each tensor, for transports that reshard themselves.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 
 from dapo_megatron.models.dimensions import Dimensions
 from dapo_megatron.models.family import Family, TensorMapping
-from dapo_megatron.weights.load import hf_shapes, named_local_parameters, shard_group
+from dapo_megatron.weights.load import hf_shapes, named_local_tensors, shard_group
 
 RECEIVER = 0
 """The rank that yields the tensors."""
@@ -120,20 +126,31 @@ class MegatronWeightSource:
         bucket_bytes: int = 32 * 1024 * 1024,
     ) -> None:
         self._dimensions = dimensions
+        self._everywhere = False
         self._rank = dist.get_rank() if dist.is_initialized() else RECEIVER
         self.yields = self._rank == RECEIVER
-        self._parameters = dict(named_local_parameters(chunks))
+        self._parameters = dict(named_local_tensors(chunks))
         mappings = [mapping for mapping in family.tensors(dimensions) if mapping.exported]
         held = {
             mapping.megatron: _Shard(
                 shard_group(chunks, mapping).rank() if mapping.split.sharded else 0,
                 tuple(self._parameters[mapping.megatron].shape),
-                dtype or self._parameters[mapping.megatron].dtype,
+                mapping.dtype or dtype or self._parameters[mapping.megatron].dtype,
             )
             for mapping in mappings
             if mapping.megatron in self._parameters
         }
-        self._buckets = _cut(_plan(mappings, _of_all_ranks(held)), bucket_bytes)
+        self._held_by_rank = _of_all_ranks(held)
+        self._plan = _plan(mappings, self._held_by_rank)
+        self._tensor_of = {name: tensor for tensor in self._plan for name in tensor.mapping.hf}
+        self._buckets = _cut(self._plan, bucket_bytes)
+
+    def on_every_rank(self) -> MegatronWeightSource:
+        """The same weights, yielded by all ranks of the world."""
+        source = copy.copy(self)
+        source._everywhere = dist.is_initialized()
+        source.yields = True
+        return source
 
     @property
     def participates(self) -> bool:
@@ -141,15 +158,14 @@ class MegatronWeightSource:
         return self.yields or any(self._rank in bucket.messages for bucket in self._buckets)
 
     def metadata(self) -> list[TensorDescription]:
-        """What iteration on rank 0 will yield, in order, without sending anything. The same on every rank."""
+        """What iteration will yield, in order, without sending anything. The same on every rank."""
         return list(self._metadata)
 
     @cached_property
     def _metadata(self) -> list[TensorDescription]:
         return [
             TensorDescription(name, tensor.dtype, shape)
-            for bucket in self._buckets
-            for tensor in bucket.tensors
+            for tensor in self._plan
             for name, shape in zip(
                 tensor.mapping.hf,
                 hf_shapes(tensor.mapping.split, tensor.shape, len(tensor.holders), self._dimensions),
@@ -196,7 +212,16 @@ class MegatronWeightSource:
             yield from self._unpack(bucket, received)
 
     def _start_receiving(self, bucket: _Bucket) -> dict[int, tuple[Tensor, Any]]:
-        buffers = {rank: self._buffer(message) for rank, message in bucket.messages.items() if rank != self._rank}
+        if self._everywhere:
+            buffers = {
+                rank: self._pack(bucket) if rank == self._rank else self._buffer(message)
+                for rank, message in bucket.messages.items()
+            }
+            return {rank: (buffer, dist.broadcast(buffer, rank, async_op=True)) for rank, buffer in buffers.items()}
+        return self._receive_from(bucket, [rank for rank in bucket.messages if rank != self._rank])
+
+    def _receive_from(self, bucket: _Bucket, ranks: Collection[int]) -> dict[int, tuple[Tensor, Any]]:
+        buffers = {rank: self._buffer(message) for rank, message in bucket.messages.items() if rank in ranks}
         return {rank: (buffer, dist.irecv(buffer, rank)) for rank, buffer in buffers.items()}
 
     def _unpack(self, bucket: _Bucket, received: dict[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -204,7 +229,7 @@ class MegatronWeightSource:
             mapping = tensor.mapping
             shards = [
                 _values(self._parameters[mapping.megatron]).to(tensor.dtype)
-                if rank == self._rank
+                if rank == self._rank and rank not in received
                 else tensor.view(received[rank], bucket.messages[rank].offsets[mapping.megatron])
                 for rank in tensor.holders
             ]
@@ -218,8 +243,76 @@ class MegatronWeightSource:
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 
+    def writers(self, names: Collection[str]) -> list[int]:
+        """The ranks that hold what `write` needs of these tensors, in ascending order."""
+        return list(self._bucket_of(names).messages)
+
+    def write(self, whole: Mapping[str, Tensor]) -> None:
+        """Copy this rank's shards to where they lie in full tensors (HF name -> tensor, all of a fused one among them).
+
+        A rank of `writers` that does not share the memory sends `packed` to rank 0, which calls `write_received`.
+        """
+        self._place(self._bucket_of(whole), self._rank, whole)
+
+    def packed(self, names: Collection[str]) -> Tensor:
+        """This rank's shards of these tensors in one message."""
+        return self._pack(self._bucket_of(names))
+
+    def write_received(self, whole: Mapping[str, Tensor], ranks: Collection[int]) -> None:
+        """Receive what these ranks have packed, and copy it to its places."""
+        bucket = self._bucket_of(whole)
+        for holder, (buffer, receiving) in self._receive_from(bucket, ranks).items():
+            receiving.wait()
+            self._place(bucket, holder, whole, buffer)
+
+    def _place(self, bucket: _Bucket, holder: int, whole: Mapping[str, Tensor], message: Tensor | None = None) -> None:
+        """Place the shards of one holder: those in its message, or this rank's own."""
+        for tensor in bucket.tensors:
+            if holder not in tensor.holders:
+                continue
+            mapping = tensor.mapping
+            if message is None:
+                shard = _values(self._parameters[mapping.megatron])
+            else:
+                shard = tensor.view(message, bucket.messages[holder].offsets[mapping.megatron])
+            index, shards = tensor.holders.index(holder), len(tensor.holders)
+            mapping.split.place(shard, [whole[name] for name in mapping.hf], index, shards, self._dimensions)
+
+    def _bucket_of(self, names: Collection[str]) -> _Bucket:
+        return _Bucket(tuple({id(self._tensor_of[name]): self._tensor_of[name] for name in names}.values()))
+
+    def shard_layout(self) -> tuple[int, dict[str, int | None]]:
+        """How many ranks share a copy of the model, and HF name -> the dimension along which they do (None: each holds
+        the whole).
+
+        Raises:
+            ValueError: some rank lacks a tensor (pipeline or expert parallelism), or tensors are shared in other ways.
+        """
+        size = max(len(tensor.holders) for tensor in self._plan)
+        for rank, held in enumerate(self._held_by_rank):
+            for tensor in self._plan:
+                name, shards = tensor.mapping.megatron, len(tensor.holders)
+                if name not in held:
+                    raise ValueError(f"rank {rank} holds no part of {name}")
+                if shards not in (1, size) or held[name].index != rank % shards:
+                    raise ValueError(f"rank {rank} of {size} holds part {held[name].index} of {shards} of {name}")
+        return size, {
+            # `part` slices the dimensions up to the split one.
+            name: len(tensor.mapping.split.part(tensor.shape, 0, 1)) - 1 if len(tensor.holders) > 1 else None
+            for tensor in self._plan
+            for name in tensor.mapping.hf
+        }
+
+    def local_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of every HF tensor that it holds, in order; nothing is sent."""
+        for tensor in self._plan:
+            mapping = tensor.mapping
+            if mapping.megatron in self._parameters:
+                shard = _values(self._parameters[mapping.megatron]).to(tensor.dtype)
+                yield from zip(mapping.hf, mapping.split.unfuse(shard, self._dimensions), strict=True)
+
     def held_names(self) -> Collection[str] | None:
-        """None, all of them, on rank 0; no name on the others, whose shards rank 0 yields."""
+        """None, all of them, where they are yielded; no name on the other ranks."""
         return None if self.yields else ()
 
     def groups(self) -> list[list[str]]:

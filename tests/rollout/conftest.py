@@ -1,4 +1,4 @@
-"""Two engines for the session, each with a policy that it was started from: untied Qwen2 and tied Llama."""
+"""Engines for the session, each with a policy that it was started from: untied Qwen2, tied Llama, Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from dapo_megatron.config.schema import Config, SamplingConfig
@@ -32,6 +38,27 @@ STOP = "="
 
 MAX_PROMPT_TOKENS = 280
 MAX_RESPONSE_TOKENS = 24
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,  # vLLM's CPU attention knows 512 + 64 alone
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 40,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""Latent attention, dense and routed layers, shared experts and a bias of the router."""
 
 
 @dataclass
@@ -68,7 +95,9 @@ def prompt_of(length: int, start: int = 0) -> list[int]:
     return [len(SPECIAL_TOKENS) + (start + 7 * i) % len(CHARACTERS) for i in range(length)]
 
 
-def make_folder(folder: Path, family: str, **sizes: int) -> tuple[str, PreTrainedModel]:
+def make_folder(
+    folder: Path, family: str, dtype: torch.dtype = torch.float32, **sizes: int
+) -> tuple[str, PreTrainedModel]:
     """A tiny model whose every parameter is far from its neutral value, a character tokenizer, two EOS ids."""
     torch.manual_seed(0)
     sizes = {
@@ -84,9 +113,18 @@ def make_folder(folder: Path, family: str, **sizes: int) -> tuple[str, PreTraine
     } | sizes
     if family == "qwen2":
         model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False))
+    elif family == "qwen3_moe":
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False))
+    elif family == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **experts, tie_word_embeddings=False))
+    elif family == "deepseek_v3":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | LATENT, tie_word_embeddings=False))
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     randomize(model)
+    model.to(dtype)
     model.generation_config = GenerationConfig(eos_token_id=sorted(EOS_IDS), temperature=0.1, do_sample=True)
     model.eval().save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
@@ -105,8 +143,9 @@ def make_folder(folder: Path, family: str, **sizes: int) -> tuple[str, PreTraine
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
     """Draw every parameter anew."""
-    for name, parameter in model.named_parameters():
-        parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in name:
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
 
 
 def engine_config() -> Config:
@@ -124,11 +163,11 @@ def engine_config() -> Config:
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Policy]]:
-    """Both engines, started side by side. Beside two busy engines, one thread is the fastest for the HF models."""
+    """All engines, started side by side. Beside busy engines, one thread is the fastest for the HF models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     started = {}
-    for family in ("qwen2", "llama"):
+    for family in ("qwen2", "llama", "qwen3_moe"):
         folder, model = make_folder(tmp_path_factory.mktemp(family), family)
         config = engine_config()
         config.rollout.stop = [STOP] if family == "llama" else []
@@ -145,7 +184,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pol
 
 @pytest.fixture(params=["qwen2", "llama"])
 def policy(request: pytest.FixtureRequest, policies: dict[str, Policy]) -> Policy:
-    """Each engine in turn."""
+    """Each dense engine in turn."""
     return policies[request.param]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import multiprocessing
 import os
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,9 +22,9 @@ CALL_DEADLINE_S = 60.0
 
 
 class EngineProcess:
-    """Calls cross a pipe; `submit` may be called while others are pending."""
+    """Calls cross a pipe; `submit` may be called while others are pending. `prepare` runs there before the engine."""
 
-    def __init__(self, config: Config, hf_folder: str) -> None:
+    def __init__(self, config: Config, hf_folder: str, prepare: Callable[[], None] | None = None) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         self._keys = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {0: Future()}
@@ -31,13 +33,21 @@ class EngineProcess:
         kept = dict(os.environ)
         os.environ.update(engine_environment("cpu", config.rollout.cpu_threads))
         try:
-            self._process = context.Process(target=_serve, args=(theirs, config, hf_folder), daemon=True)
+            # A daemon may have no children, and the workers of a larger engine are such.
+            alone = config.rollout.tensor == 1
+            self._process = context.Process(target=_serve, args=(theirs, config, hf_folder, prepare), daemon=alone)
             self._process.start()
         finally:
             os.environ.clear()
             os.environ.update(kept)
         theirs.close()
         threading.Thread(target=self._receive, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     def wait_until_started(self) -> None:
         """Raises what the engine's constructor raised."""
@@ -55,7 +65,11 @@ class EngineProcess:
         return self.submit(method, *args).result(CALL_DEADLINE_S)
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process; one with workers gets time to clean up after them."""
+        if not self._process.daemon:
+            with contextlib.suppress(OSError):
+                self._pipe.send((0, "stop", ()))
+            self._process.join(CALL_DEADLINE_S)
         self._process.kill()
         self._process.join()
 
@@ -74,7 +88,7 @@ class EngineProcess:
                 future.set_exception(error)
 
 
-def _serve(pipe: Connection, config: Config, hf_folder: str) -> None:
+def _serve(pipe: Connection, config: Config, hf_folder: str, prepare: Callable[[], None] | None) -> None:
     def reply(key: int, result: Any = None, error: Exception | None = None) -> None:
         try:
             pipe.send((key, result, pickle.loads(pickle.dumps(error))))
@@ -91,9 +105,13 @@ def _serve(pipe: Connection, config: Config, hf_folder: str) -> None:
         tasks = set()
         while True:
             key, method, args = await asyncio.to_thread(pipe.recv)
+            if method == "stop":
+                return engine.shutdown()
             tasks.add(asyncio.create_task(answer(engine, key, method, args)))
 
     try:
+        if prepare is not None:
+            prepare()
         engine = RolloutEngine(config, hf_folder)
     except Exception as error:
         reply(0, error=error)

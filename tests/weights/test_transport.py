@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +17,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from dapo_megatron.weights.transport import (  # noqa: E402
-    ParamMeta,
-    SharedMemoryUpdateInfo,
-    WeightSyncError,
-    check_manifest,
-    checksum,
-    plan_chunks,
-    trainer_engine,
-)
+from dapo_megatron.config.schema import WeightsConfig  # noqa: E402
+from dapo_megatron.weights.transport import ParamMeta, WeightSyncError, WeightTransfer, shared_memory, trainer_engine  # noqa: E402
+from dapo_megatron.weights.transport.chunks import check_manifest, checksum, plan_chunks  # noqa: E402
+from dapo_megatron.weights.transport.engine import SharedMemoryUpdateInfo  # noqa: E402
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -91,14 +88,17 @@ class Source:
 
 
 class RecordingClient:
-    """Reads each chunk as it comes; `fail_at` names the call that raises."""
+    """Reads each chunk as it comes, `delay_s` late; `fail_at` names the call that raises."""
 
-    def __init__(self, fail_at: str | None = None) -> None:
+    def __init__(self, fail_at: str | None = None, delay_s: float = 0.0) -> None:
         self.fail_at = fail_at
+        self.delay_s = delay_s
         self.calls: list[str] = []
         self.received: dict[str, torch.Tensor] = {}
+        self.hashed = 0
         self.versions: list[str | None] = []
         self.manifest: list[Any] = []
+        self.buffers: list[Any] = []
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -108,22 +108,30 @@ class RecordingClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init")
         self.manifest = init_info["manifest"]
+        for path, size_bytes in init_info["buffers"]:
+            assert os.stat(path).st_mode & 0o777 == 0o600 and os.stat(path).st_size == size_bytes
+            self.buffers.append(torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8))
 
     def start_weight_update(self) -> None:
         self._call("start")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         info = SharedMemoryUpdateInfo(**update_info)
-        buffer = torch.from_file(info.path, shared=False, size=info.size_bytes, dtype=torch.uint8)
-        assert os.stat(info.path).st_mode & 0o777 == 0o600
+        time.sleep(self.delay_s)
         for i, slot in enumerate(info.slots()):
-            self.received[slot.name] = slot.view(buffer).clone()
-            assert info.checksums is None or info.checksums[i] == checksum(self.received[slot.name])
+            self.received[slot.name] = slot.view(self.buffers[info.buffer]).clone()
+            if info.checksums is not None:
+                assert info.checksums[i] == checksum(self.received[slot.name])
+                self.hashed += 1
         self._call("update")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish")
         self.versions.append(weight_version)
+
+
+def transfer(source: Any, *clients: Any, rank: int = 0, **settings: Any) -> WeightTransfer:
+    return trainer_engine(source, clients, WeightsConfig(**settings), rank=rank)
 
 
 def pairs() -> list[tuple[str, torch.Tensor]]:
@@ -140,40 +148,91 @@ def files() -> list[Path]:
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 300, 10**6])
-@pytest.mark.parametrize("checksums", [False, True])
-def test_every_byte_arrives_and_no_file_stays(buffer_bytes: int, checksums: bool) -> None:
+@pytest.mark.parametrize("verify", ["manifest", "first", "checksums"])
+def test_every_byte_arrives_and_no_file_stays(buffer_bytes: int, verify: str) -> None:
     source, client = Source(pairs()), RecordingClient()
-    transfer = trainer_engine(source, client, rank=0, buffer_bytes=buffer_bytes, checksums=checksums)  # type: ignore[arg-type]
+    sending = transfer(source, client, buffer_bytes=buffer_bytes, verify=verify)
+    assert not files(), "a process that is killed now would leave them behind"
     assert client.manifest == [[name, list(tensor.shape)] for name, tensor in source.pairs]
     for version in (1, 2):
         source.pairs = [(name, tensor + 1) for name, tensor in source.pairs]
-        transfer.send_weights(version)
+        sending.send_weights(version)
         assert list(client.received) == NAMES
         for name, tensor in source.pairs:
             assert torch.equal(client.received[name], tensor) and client.received[name].dtype == tensor.dtype
     assert client.versions == ["1", "2"]
-    assert not files()
+    assert client.hashed == {"manifest": 0, "first": 1, "checksums": 2}[verify] * len(NAMES)
+
+
+def test_a_slow_engine_beside_a_fast_one_gets_every_byte() -> None:
+    source, slow, fast = Source(pairs()), RecordingClient(delay_s=0.05), RecordingClient()
+    sending = transfer(source, slow, fast, buffer_bytes=1)
+    for version in (1, 2):
+        source.pairs = [(name, tensor + 1) for name, tensor in source.pairs]
+        sending.send_weights(version)
+        for client in (slow, fast):
+            assert all(torch.equal(client.received[name], tensor) for name, tensor in source.pairs)
+
+
+def test_one_buffer_is_filled_while_the_other_is_loaded_and_no_third() -> None:
+    source = Source([(f"w{i}", torch.full((9,), float(i))) for i in range(6)])
+    drawn: list[int] = []
+
+    class Loading(RecordingClient):
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            number = len(drawn)
+            for _ in range(500):  # the next one is filled meanwhile, ...
+                if source.drawn >= min(number + 2, 6):
+                    break
+                time.sleep(0.01)
+            time.sleep(0.02)  # ... but not the one after
+            drawn.append(source.drawn)
+            super().update_weights(update_info)
+
+    client = Loading()
+    transfer(source, client, buffer_bytes=1).send_weights(1)
+    assert drawn == [2, 3, 4, 5, 6, 6]
+    assert all(torch.equal(client.received[name], tensor) for name, tensor in source.pairs)
+
+
+@pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_an_engine_that_falls_silent_is_an_error_at_the_deadline(call: str) -> None:
+    silent, source = RecordingClient(), Source(pairs())
+    never = threading.Event()
+    setattr(silent, call, lambda *_: never.wait(60))
+    sending = transfer(source, RecordingClient(), silent, buffer_bytes=1, deadline_s=0.2)
+    with pytest.raises(WeightSyncError, match=f"rollout engine 1 did not answer {call} within 0.2 s"):
+        sending.send_weights(1)
+    assert source.drawn == len(NAMES)
+    never.set()
 
 
 def test_ranks_beyond_the_first_iterate_and_say_nothing() -> None:
     source, client = Source(pairs()), RecordingClient()
-    trainer_engine(source, client, rank=1, buffer_bytes=1).send_weights(1)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory._Ranks, "from_sender", lambda self, value: [])
+        transfer(source, client, rank=1, buffer_bytes=1).send_weights(1)
     assert source.drawn == len(NAMES)
     assert client.calls == []
 
 
 @pytest.mark.parametrize("call", ["start", "update", "finish"])
-def test_after_a_failure_the_source_is_walked_to_its_end_and_no_file_stays(call: str) -> None:
+def test_after_a_failure_the_source_is_walked_to_its_end(call: str) -> None:
     """Else the collectives of the other ranks would wait for ever."""
     source, client = Source(pairs()), RecordingClient(fail_at=call)
     with pytest.raises(ConnectionError, match=f"died in {call}"):
-        trainer_engine(source, client, rank=0, buffer_bytes=1).send_weights(1)  # type: ignore[arg-type]
+        transfer(source, client, buffer_bytes=1).send_weights(1)
     assert source.drawn == len(NAMES)
-    assert not files()
     assert client.versions == []
 
 
-def test_a_source_that_raises_leaves_no_file() -> None:
+def test_an_engine_that_refuses_leaves_no_file() -> None:
+    with pytest.raises(ConnectionError, match="died in init"):
+        transfer(Source(pairs()), RecordingClient(fail_at="init"))
+    assert not files()
+
+
+def test_a_source_that_raises_never_finishes_a_sync() -> None:
     class Broken(Source):
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from self.pairs[:3]
@@ -181,18 +240,17 @@ def test_a_source_that_raises_leaves_no_file() -> None:
 
     client = RecordingClient()
     with pytest.raises(OSError, match="gather failed"):
-        trainer_engine(Broken(pairs()), client, rank=0, buffer_bytes=10**6).send_weights(1)  # type: ignore[arg-type]
-    assert not files()
+        transfer(Broken(pairs()), client).send_weights(1)
     assert "finish" not in client.calls
 
 
 def test_no_room_is_an_error_and_not_a_crash() -> None:
     class Huge(Source):
         def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta("w", torch.uint8, (2**45,))]
+            return [ParamMeta("v", torch.uint8, (1,)), ParamMeta("w", torch.uint8, (2**45,))]
 
     with pytest.raises(OSError, match="no room for a weight buffer of 35184372088832 bytes"):
-        trainer_engine(Huge([]), RecordingClient(), rank=0, buffer_bytes=1).send_weights(1)  # type: ignore[arg-type]
+        transfer(Huge([]), RecordingClient(), buffer_bytes=1)
     assert not files()
 
 
@@ -202,15 +260,22 @@ def test_metadata_that_lies_is_an_error() -> None:
             return [ParamMeta(meta.name, torch.float64, meta.shape) for meta in super().metadata()]
 
     with pytest.raises(WeightSyncError, match=r"embed_tokens.weight: expected \(5, 3\) torch.float64"):
-        trainer_engine(Lying(pairs()), RecordingClient(), rank=0, buffer_bytes=1).send_weights(1)  # type: ignore[arg-type]
+        transfer(Lying(pairs()), RecordingClient(), buffer_bytes=1).send_weights(1)
 
 
 def test_a_manifest_must_be_the_checkpoints() -> None:
     checkpoint = {"a.weight": (2, 3), "lm_head.weight": (5, 2), "layers.0.rotary_emb.inv_freq": (4,)}
-    check_manifest({"a.weight": (2, 3), "lm_head.weight": (5, 2)}, checkpoint, tied_embeddings=False)
-    check_manifest({"a.weight": (2, 3)}, checkpoint, tied_embeddings=True)
-    check_manifest(checkpoint, {"a.weight": (2, 3)}, tied_embeddings=True)
+
+    def untied(name: str) -> bool:
+        return name.endswith("inv_freq")
+
+    def tied(name: str) -> bool:
+        return untied(name) or name == "lm_head.weight"
+
+    check_manifest({"a.weight": (2, 3), "lm_head.weight": (5, 2)}, checkpoint, untied)
+    check_manifest({"a.weight": (2, 3)}, checkpoint, tied)
+    check_manifest(checkpoint, {"a.weight": (2, 3)}, tied)
     with pytest.raises(ValueError, match="1 missing: lm_head.weight"):
-        check_manifest({"a.weight": (2, 3)}, checkpoint, tied_embeddings=False)
+        check_manifest({"a.weight": (2, 3)}, checkpoint, untied)
     with pytest.raises(ValueError, match=r"1 surplus: b; 1 misshapen: a.weight: expected \(2, 3\), given \(3, 2\)"):
-        check_manifest({"a.weight": (3, 2), "b": (1,), "lm_head.weight": (5, 2)}, checkpoint, tied_embeddings=False)
+        check_manifest({"a.weight": (3, 2), "b": (1,), "lm_head.weight": (5, 2)}, checkpoint, untied)
