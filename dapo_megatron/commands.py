@@ -16,7 +16,7 @@ from dapo_megatron.cluster.actors import start_all
 from dapo_megatron.cluster.placement import place_all, place_engines, ray_session
 from dapo_megatron.config.compose import to_yaml
 from dapo_megatron.config.schema import Config
-from dapo_megatron.config.validate import validate_model
+from dapo_megatron.config.validate_model import validate_model
 from dapo_megatron.models.family import Dimensions
 from dapo_megatron.models.registry import family_of
 from dapo_megatron.reward.scorer import build_scorer

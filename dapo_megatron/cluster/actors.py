@@ -16,7 +16,7 @@ import numpy as np
 import ray
 
 from dapo_megatron.cluster.waiting import answer, answers
-from dapo_megatron.config.schema import Config, SamplingConfig
+from dapo_megatron.config.schema import Config, Placement, SamplingConfig
 from dapo_megatron.data.types import ActorPlan, Sample, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class TrainingRank:
             return host, probe.getsockname()[1]
 
     def start(self, master_address: str, master_port: int) -> RankPlace:
-        """Join the process group, build the model, and leave the device to the engines."""
+        """Join the process group, build the model, and leave a shared device to the engines."""
         from dapo_megatron.megatron.actor import MegatronActor
 
         self._actor = MegatronActor(
@@ -60,20 +60,23 @@ class TrainingRank:
             master_address=master_address,
             master_port=master_port,
         )
-        self._actor.offload(self._config.cluster.offload)
+        self._address = master_address
+        if self._config.cluster.placement is Placement.colocated:
+            self._actor.offload(self._config.cluster.offload)
         return RankPlace(self._actor.data_parallel_rank, self._actor.answers_for_share, str(self._actor.kernels))
 
     def connect(self, engine_handles: list[Any]) -> None:
         """Set up the weight transfer into the engines."""
         from dapo_megatron.weights.transport import RayVLLMWeightSyncClient, trainer_engine
 
-        settings = self._config.weights
         self._transfer = trainer_engine(
             self._actor.weight_source(),
-            RayVLLMWeightSyncClient(engine_handles),
+            [RayVLLMWeightSyncClient([handle]) for handle in engine_handles],
+            self._config.weights,
             rank=self._rank,
-            buffer_bytes=settings.buffer_bytes,
-            checksums=settings.checksums,
+            workers_per_engine=self._config.rollout.tensor,
+            quantization=self._config.rollout.quantization,
+            address=self._address,
         )
 
     def log_probs(self, micro_batches: list[list[TrainingSample]], reference: bool) -> list[list[np.ndarray]]:
@@ -189,13 +192,17 @@ class RayEngine:
         """See sampling.engine_pool.Engine.abort_all."""
         await self._call("abort_all")
 
-    async def release(self) -> None:
+    async def release(self) -> int:
         """See trainer.roles.RolloutEngine.release."""
-        await self._call("release")
+        return await self._call("release")
 
-    async def restore(self) -> None:
-        """See trainer.roles.RolloutEngine.restore."""
-        await self._call("restore")
+    async def wake_weights(self) -> int:
+        """See trainer.roles.RolloutEngine.wake_weights."""
+        return await self._call("wake_weights")
+
+    async def wake_kv_cache(self) -> int:
+        """See trainer.roles.RolloutEngine.wake_kv_cache."""
+        return await self._call("wake_kv_cache")
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until the engine has loaded its model."""

@@ -1,22 +1,25 @@
-"""Where the actors live: one Ray cluster, ranks and engines on the same devices (colocated), each in a process of
-its own. On CUDA, rank i and engine i share device i through a placement-group bundle and take turns."""
+"""Where the actors live: one Ray cluster, each rank and each engine in a process of its own.
+
+On CUDA every device is a bundle of one placement group. Rank i has bundle i; engine i has as many as
+`rollout.tensor` says, from its own first one on: the ranks' (colocated), or those behind them (disaggregated).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_megatron.cluster.actors import RayEngine, RayTrainingGroup, TrainingRank
 from dapo_megatron.config.layout import world_size
-from dapo_megatron.config.schema import Config, FP8Config
+from dapo_megatron.config.schema import Config, FP8Config, Placement
 from dapo_megatron.rollout.engine import RolloutEngine, engine_environment
 
 logger = logging.getLogger(__name__)
@@ -26,7 +29,7 @@ CONCURRENT_CALLS = 100_000
 """Groups that may wait in one engine at once; Ray's own limit is 1,000."""
 
 DEVICE_SHARE = 0.5
-"""A rank and an engine share a device."""
+"""Of a device that a rank and an engine share, in Ray's books."""
 
 
 @dataclass(frozen=True)
@@ -70,46 +73,74 @@ def ray_session(config: Config) -> Iterator[None]:
 
 
 def place_engines(config: Config, hf_folder: str) -> list[RayEngine]:
-    """Start the engine actors (they load their models in the background); needs a Ray session."""
-    return _engines(config, hf_folder, [_resources(config)] * config.rollout.engines)
+    """Start the engine actors alone (they load their models in the background); needs a Ray session."""
+    devices = _devices(config, config.rollout.engines * config.rollout.tensor)
+    return _engines(config, hf_folder, devices, first_bundle=0, share=1)
 
 
 def place_all(config: Config, hf_folder: str) -> Placed:
-    """Start ranks and engines on shared devices; needs a Ray session."""
-    size = world_size(config.parallel)
-    options = [_resources(config)] * max(size, config.rollout.engines)
-    if device_kind(config) == "cuda":
-        group = placement_group([{"GPU": 1.0, "CPU": 2.0}] * len(options), strategy="PACK")
-        ray.get(group.ready(), timeout=config.cluster.start_deadline_s)
-        options = [
-            shared | {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)}
-            for i, shared in enumerate(options)
-        ]
+    """Start ranks and engines; needs a Ray session."""
+    size, for_engines = world_size(config.parallel), config.rollout.engines * config.rollout.tensor
+    colocated = config.cluster.placement is Placement.colocated
+    devices = _devices(config, max(size, for_engines) if colocated else size + for_engines)
+    share = DEVICE_SHARE if colocated else 1
     ranks = [
         ray.remote(TrainingRank)
-        .options(**options[rank], runtime_env={"env_vars": _training_environment(config)})
+        .options(**_on_devices(devices, rank, share), runtime_env={"env_vars": _training_environment(config)})
         .remote(config, hf_folder, rank, size)
         for rank in range(size)
     ]
-    return Placed(RayTrainingGroup(ranks, config), _engines(config, hf_folder, options[: config.rollout.engines]))
+    engines = _engines(config, hf_folder, devices, 0 if colocated else size, share)
+    return Placed(RayTrainingGroup(ranks, config), engines)
 
 
-def _engines(config: Config, hf_folder: str, options: list[dict[str, Any]]) -> list[RayEngine]:
+def _engines(
+    config: Config, hf_folder: str, devices: PlacementGroup | None, first_bundle: int, share: float
+) -> list[RayEngine]:
     environment = engine_environment(device_kind(config), config.rollout.cpu_threads)
-    return [
-        RayEngine(
-            ray.remote(RolloutEngine)
-            .options(**each, max_concurrency=CONCURRENT_CALLS, runtime_env={"env_vars": environment})
-            .remote(config, hf_folder),
-            index,
-            config,
-        )
-        for index, each in enumerate(options)
-    ]
+    size = config.rollout.tensor
+    engines = []
+    for index in range(config.rollout.engines):
+        start = first_bundle + index * size
+        options, of_workers = engine_options(devices, range(start, start + size), share)
+        runtime_env = {"env_vars": environment | of_workers}
+        actor = ray.remote(RolloutEngine).options(**options, max_concurrency=CONCURRENT_CALLS, runtime_env=runtime_env)
+        engines.append(RayEngine(actor.remote(config, hf_folder), index, config))
+    return engines
 
 
-def _resources(config: Config) -> dict[str, Any]:
-    return {"num_cpus": 1, "num_gpus": DEVICE_SHARE if device_kind(config) == "cuda" else 0}
+def engine_options(
+    devices: PlacementGroup | None, bundles: Sequence[int], share: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Ray's options for an engine's actor, and the environment by which vLLM places the workers of a larger engine.
+
+    Such an engine's actor has no device: vLLM starts workers as actors of their own, in bundles of the same group.
+    """
+    if devices is None or len(bundles) == 1:
+        return _on_devices(devices, bundles[0], share), {}
+    environment = {
+        "VLLM_RAY_PER_WORKER_GPUS": str(share),
+        "VLLM_RAY_BUNDLE_INDICES": ",".join(str(bundle) for bundle in bundles),
+    }
+    return _on_devices(devices, bundles[0], 0), environment
+
+
+def _on_devices(devices: PlacementGroup | None, bundle: int, share: float) -> dict[str, Any]:
+    if devices is None:
+        return {"num_cpus": 1, "num_gpus": 0}
+    strategy = PlacementGroupSchedulingStrategy(
+        devices, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+    )
+    return {"num_cpus": 1, "num_gpus": share, "scheduling_strategy": strategy}
+
+
+def _devices(config: Config, count: int) -> PlacementGroup | None:
+    """A bundle for each CUDA device, neighbours on one host where possible; None on CPU hosts."""
+    if device_kind(config) == "cpu":
+        return None
+    group = placement_group([{"GPU": 1.0, "CPU": 2.0}] * count, strategy="PACK")
+    ray.get(group.ready(), timeout=config.cluster.start_deadline_s)
+    return group
 
 
 def fp8_environment(fp8: FP8Config, capability: tuple[int, int] | None) -> dict[str, str]:
@@ -132,6 +163,8 @@ def _training_environment(config: Config) -> dict[str, str]:
 
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         environment |= fp8_environment(config.precision.fp8, capability)
+        # Training's sizes change with every micro-batch. vLLM's sleep mode cannot have this: it is set for ranks alone.
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     else:
         environment |= {
             "OMP_NUM_THREADS": str(config.cluster.cpu_threads_per_actor),

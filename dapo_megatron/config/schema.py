@@ -72,6 +72,16 @@ class BudgetExhausted(StrEnum):
     raise_error = "raise"
 
 
+class Placement(StrEnum):
+    """Which devices training ranks and rollout engines have."""
+
+    colocated = "colocated"
+    """The same ones: they take turns, and their memory moves (trainer/hybrid_engine.py)."""
+
+    disaggregated = "disaggregated"
+    """Each their own: nothing moves."""
+
+
 class OnOverlongPrompt(StrEnum):
     """What happens to a prompt longer than `data.max_prompt_tokens`."""
 
@@ -468,6 +478,14 @@ class RolloutConfig:
     tensor: int = 1
     """Tensor-parallel size of an engine."""
 
+    quantization: str | None = None
+    """The engines' linear weights: null as `precision.rollout_dtype`, `fp8_per_channel` with a scale for each output
+    channel (on the CPU for dense models in bfloat16), `fp8_block` with one for each 128 x 128 (CUDA)."""
+
+    sleep_level: int = 1
+    """What a colocated engine gives up while the training ranks work, beside its KV cache: 1 moves its weights to host
+    memory (on the CPU they stay), 2 drops them, and the next sync brings all of them."""
+
     enable_prefix_caching: bool = True
     """Prompts of a group share their KV cache."""
 
@@ -566,13 +584,23 @@ class WeightsConfig:
     """The crossing of the weights from the training actors into the engines."""
 
     transport: str = "shared_memory"
-    """`shared_memory`, on CPU and CUDA hosts (through host memory)."""
+    """`shared_memory`: through host memory, to engines on the host of training rank 0. On CUDA also `ipc` (every rank
+    shares its device with an engine's process), `nccl` (engines on devices of their own) and `nccl_m2n` (those too: one
+    engine, training with data and tensor parallelism alone)."""
 
     buffer_bytes: int = 256 * 1024 * 1024
-    """Size of one transfer buffer; a single larger layer gets a buffer of its own."""
+    """Size of one of two transfer buffers; a single larger layer gets the room that it needs."""
 
-    checksums: bool = False
-    """Compare a hash of every tensor on both sides at each sync."""
+    verify: str = "first"
+    """After every sync each tensor has come once with its shape (`manifest`); `checksums` compares a hash of every
+    tensor on both sides too, `first` at the first sync of a run. Hashes are for shared_memory alone."""
+
+    max_log_prob_difference: float | None = 0.5
+    """The run stops if the log-probs of engines and training ranks differ by more than this on average over a batch:
+    engines that run another policy. null: never. Not seen with `algorithm.old_log_probs=rollout`."""
+
+    deadline_s: float = 600.0
+    """Longest wait for the engines' answer to one call of a sync, and for a training rank's part of it."""
 
 
 @dataclass
@@ -582,6 +610,8 @@ class ClusterConfig:
     device: str = "auto"
     """`cpu`, `cuda` or `auto` (CUDA where it is available)."""
 
+    placement: Placement = Placement.colocated
+
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one."""
 
@@ -589,7 +619,7 @@ class ClusterConfig:
     """Threads of a training actor on a CPU host."""
 
     offload: list[str] = field(default_factory=lambda: ["params", "grads", "optimizer", "reference"])
-    """What of the training actors leaves the device while the engines generate. On a CPU only `grads` can."""
+    """What of colocated training ranks leaves the device while the engines generate. On a CPU only `grads` can."""
 
     start_deadline_s: float = 600.0
     """Longest wait for actors and engines to start."""

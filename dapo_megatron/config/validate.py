@@ -1,29 +1,27 @@
 """What several fields must satisfy together, and what the ranges of single fields are.
 
-Three moments: `validate` needs nothing but the configuration, `validate_files` looks at the disk, `validate_model`
-needs the model's own config.json. All of them run before anything heavy starts, and name every problem at once.
+`validate` needs nothing but the configuration; what it means for files and the model is in validate_model.py. Both run
+before anything heavy starts, and name every problem at once.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from dapo_megatron.config.layout import ModelSizes, broken_rules, nearest_layouts, overrides, world_size
+from dapo_megatron.config.layout import broken_rules, world_size
 from dapo_megatron.config.schema import (
     Config,
     CorrectionKind,
     DatasetConfig,
     KLEstimator,
     OldLogProbs,
-    ParallelConfig,
+    Placement,
     SamplingConfig,
 )
 
@@ -91,12 +89,14 @@ _ABOVE: dict[str, float] = {
     "optimizer.lr": 0,
     "optimizer.eps": 0,
     "trainer.peak_flops_per_device": 0,
+    "weights.deadline_s": 0,
+    "weights.max_log_prob_difference": 0,
     "cluster.start_deadline_s": 0,
     "cluster.phase_deadline_s": 0,
 }
 """Bound that the value must exceed."""
 
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | int | None, ...]] = {
     "precision.params_dtype": ("float32", "bfloat16"),
     "precision.rollout_dtype": ("float32", "bfloat16"),
     "parallel.recompute.granularity": ("none", "selective", "full"),
@@ -111,7 +111,10 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision.fp8.recipe": (None, "delayed", "tensorwise", "blockwise", "mxfp8"),
     "precision.fp8.format": ("e4m3", "hybrid"),
     "precision.fp8.amax_compute_algo": ("max", "most_recent"),
-    "weights.transport": ("shared_memory",),
+    "rollout.quantization": (None, "fp8_per_channel", "fp8_block"),
+    "rollout.sleep_level": (1, 2),
+    "weights.transport": ("shared_memory", "ipc", "nccl", "nccl_m2n"),
+    "weights.verify": ("manifest", "first", "checksums"),
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 
@@ -122,7 +125,7 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: lists every problem, each with what was given and what is allowed.
     """
-    _raise(
+    raise_all(
         [
             *_ranges(config),
             *_batch(config),
@@ -134,104 +137,18 @@ def validate(config: Config) -> None:
             *_data(config),
             *_evaluation(config),
             *_places(config),
+            *_transport(config),
         ]
     )
 
 
-def validate_files(config: Config) -> None:
-    """Check that the model, its tokenizer and the datasets are there, before anything heavy starts.
-
-    Raises:
-        ValueError: lists every missing file, with the command that makes it where the configuration names one.
-    """
-    problems = [*_model_files(config), *_dataset_files("data.train", config.data.train)]
-    for name, each in config.evaluation.sets.items():
-        problems += _dataset_files(f"evaluation.sets.{name}.dataset", each.dataset)
-    _raise(problems)
-    if config.model.gguf_file is None:
-        path = Path(config.model.path) / "config.json"
-        try:
-            hf_config = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-        validate_model(config, hf_config)
+def package_of(path: str) -> str:
+    """The package's name in a model.path of the kind package:NAME."""
+    return path.removeprefix(PACKAGE_PREFIX)
 
 
-def validate_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that the model can be laid out so, and that the longest prompt with the longest response fits its window.
-
-    Args:
-        hf_config: the content of the model's config.json.
-
-    Raises:
-        ValueError: every rule that is broken, with the numbers, and the nearest layouts that work.
-    """
-    problems = []
-    sizes = ModelSizes.of(hf_config)
-    if sizes is not None:
-        problems += [*_layout_of_model(config, sizes), *_fp8_of_model(config, hf_config, sizes)]
-    window = hf_config.get("max_position_embeddings")
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if isinstance(window, int) and prompt + response > window:
-        problems.append(
-            f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response} = {prompt + response} tokens "
-            f"exceed the model's window of {window} (max_position_embeddings): "
-            f"lower one of them by at least {prompt + response - window}"
-        )
-    _raise(problems)
-
-
-def _layout_of_model(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    given = config.parallel
-    broken = "; ".join(broken_rules(given, sizes))
-    if not broken:
-        return
-    nearest = nearest_layouts(given, sizes, most_data=config.trainer.update_batch_size)
-    if nearest:
-        lines = [f"{broken}. The nearest layouts of {world_size(nearest[0])} ranks that work:"]
-        yield "\n    ".join([*lines, *(overrides(layout, given) for layout in nearest)])
-    else:
-        yield broken
-
-
-def _fp8_of_model(config: Config, hf_config: Mapping[str, Any], sizes: ModelSizes) -> Iterator[str]:
-    """Megatron's bound on layers in bf16 and Transformer Engine's on sizes; emulation has none."""
-    fp8, pipeline = config.precision.fp8, config.parallel.pipeline
-    if fp8.recipe is None or fp8.emulate:
-        return
-    most = sizes.layers // pipeline
-    for name in ("first_layers_bf16", "last_layers_bf16"):
-        if getattr(fp8, name) > most:
-            yield (
-                f"precision.fp8.{name}={getattr(fp8, name)} is more than a pipeline stage has layers: at most {most} "
-                f"({sizes.layers} layers / parallel.pipeline={pipeline})"
-            )
-    multiple = FP8_SIZE_MULTIPLE.get(fp8.recipe, 1)
-    odd = [f"{what} {size}" for what, size in _linear_sizes(config.parallel, hf_config, sizes) if size % multiple]
-    if odd:
-        yield (
-            f"precision.fp8.recipe={fp8.recipe} multiplies matrices whose sizes on a rank are multiples of {multiple}, "
-            f"and here are: {', '.join(odd)}. Choose another parallel.tensor or recipe "
-            f"({', '.join(f'{name} {size}' for name, size in FP8_SIZE_MULTIPLE.items())})"
-        )
-
-
-def _linear_sizes(
-    parallel: ParallelConfig, hf_config: Mapping[str, Any], sizes: ModelSizes
-) -> Iterator[tuple[str, int]]:
-    """Rows and columns of the decoder's linear layers on one rank."""
-    hidden = hf_config.get("hidden_size")
-    if not isinstance(hidden, int):
-        return
-    head_dim = hf_config.get("head_dim") or hidden // sizes.heads
-    yield "hidden_size", hidden
-    yield "queries", sizes.heads * head_dim // parallel.tensor
-    yield "queries, keys and values", (sizes.heads + 2 * sizes.kv_heads) * head_dim // parallel.tensor
-    yield "MLP", sizes.ffn_hidden_size // parallel.tensor
-    yield "expert", sizes.moe_ffn_hidden_size // parallel.expert_tensor
-
-
-def _raise(problems: list[str]) -> None:
+def raise_all(problems: list[str]) -> None:
+    """One ValueError for all problems, none for none."""
     if len(problems) == 1:
         raise ValueError(problems[0])
     if problems:
@@ -254,7 +171,8 @@ def _ranges(config: Config) -> Iterator[str]:
     for path, choices in _CHOICES.items():
         value = _get(config, path)
         if value not in choices:
-            yield f"{path}={value!r} is not one of: {', '.join(choice or 'null' for choice in choices)}"
+            named = ["null" if choice is None else str(choice) for choice in choices]
+            yield f"{path}={value!r} is not one of: {', '.join(named)}"
     for phase in config.cluster.offload:
         if phase not in OFFLOAD_PHASES:
             yield f"cluster.offload: {phase!r} is not one of: {', '.join(OFFLOAD_PHASES)}"
@@ -299,8 +217,6 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    if config.rollout.tensor != 1:
-        yield (f"rollout.tensor={config.rollout.tensor} is not supported yet, only 1 is: scale with rollout.engines")
     yield from broken_rules(config.parallel)
     parallel = config.parallel
     if parallel.overlap_param_gather and not (parallel.overlap_grad_reduce and config.optimizer.distributed):
@@ -502,7 +418,7 @@ def _places(config: Config) -> Iterator[str]:
     model = config.model
     if not model.path:
         yield "model.path is empty: name an HF model folder, or package:NAME"
-    if model.path.startswith(PACKAGE_PREFIX) and not _package(model.path).isidentifier():
+    if model.path.startswith(PACKAGE_PREFIX) and not package_of(model.path).isidentifier():
         yield f"model.path={model.path!r}: a package name follows {PACKAGE_PREFIX!r}"
     if model.gguf_file is not None and not model.gguf_file.endswith(".gguf"):
         yield f"model.gguf_file={model.gguf_file!r} does not end in .gguf"
@@ -513,35 +429,36 @@ def _places(config: Config) -> Iterator[str]:
             yield "rollout.kv_cache_bytes=null works with CUDA only, and cluster.device=cpu: name a size in bytes"
 
 
-def _package(path: str) -> str:
-    return path.removeprefix(PACKAGE_PREFIX)
-
-
-def _model_files(config: Config) -> Iterator[str]:
-    model = config.model
-    how = f"; make it with: {model.made_by}" if model.made_by else ""
-    folder = Path(model.path)
-    if model.path.startswith(PACKAGE_PREFIX):
-        spec = importlib.util.find_spec(_package(model.path))
-        if spec is None or not spec.submodule_search_locations:
-            yield f"model.path={model.path}: the package {_package(model.path)} is not installed{how}"
-            return
-        folder = Path(spec.submodule_search_locations[0])
-    if not folder.is_dir():
-        yield f"model.path={model.path}: there is no such folder{how}"
+def _transport(config: Config) -> Iterator[str]:
+    """What vLLM's CUDA backends demand of the places of ranks and engines, and engines in FP8 of their weights."""
+    transport, placement = config.weights.transport, config.cluster.placement
+    quantization = config.rollout.quantization
+    if quantization is not None and config.precision.rollout_dtype != "bfloat16":
+        yield (
+            f"rollout.quantization={quantization} goes with precision.rollout_dtype=bfloat16, given is "
+            f"{config.precision.rollout_dtype}"
+        )
+    if quantization == "fp8_block" and config.cluster.device == "cpu":
+        yield "rollout.quantization=fp8_block needs a CUDA device, and cluster.device=cpu: use fp8_per_channel"
+    if quantization == "fp8_block" and transport == "nccl_m2n":
+        yield "rollout.quantization=fp8_block is quantised as a whole, and nccl_m2n sends parts: weights.transport=nccl"
+    if config.cluster.phase_deadline_s < 2 * config.weights.deadline_s:
+        yield (
+            f"cluster.phase_deadline_s={config.cluster.phase_deadline_s:g} would end a sync before its own deadlines: "
+            f"at least twice weights.deadline_s={config.weights.deadline_s:g}"
+        )
+    if transport == "shared_memory":
         return
-    if model.gguf_file is not None:
-        if not (folder / model.gguf_file).is_file():
-            there = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
-            yield f"model.gguf_file={model.gguf_file} is not in {folder}; GGUF files there: {there}{how}"
-    elif not (folder / "config.json").is_file():
-        yield f"model.path={model.path} is not an HF model folder: it has no config.json{how}"
-    elif not any(folder.glob("*.safetensors")):
-        yield f"model.path={model.path} has no *.safetensors file{how}"
-    if model.tokenizer_path is not None and not Path(model.tokenizer_path).is_dir():
-        yield f"model.tokenizer_path={model.tokenizer_path}: there is no such folder"
-
-
-def _dataset_files(path: str, dataset: DatasetConfig) -> Iterator[str]:
-    if not Path(dataset.path).exists() and not glob.glob(dataset.path, recursive=True):
-        yield f"{path}.path={dataset.path}: there is no such file or folder"
+    if config.cluster.device == "cpu":
+        yield f"weights.transport={transport} needs CUDA devices, and cluster.device=cpu: use shared_memory"
+    needed = Placement.colocated if transport == "ipc" else Placement.disaggregated
+    if placement is not needed:
+        yield f"weights.transport={transport} needs cluster.placement={needed}, given is {placement}"
+    ranks, workers = world_size(config.parallel), config.rollout.engines * config.rollout.tensor
+    if transport == "ipc" and ranks != workers:
+        yield (
+            f"weights.transport=ipc needs an engine's process on every training rank's device: {ranks} ranks, and "
+            f"rollout.engines={config.rollout.engines} x rollout.tensor={config.rollout.tensor} = {workers}"
+        )
+    if config.weights.verify == "checksums":
+        yield f"weights.verify=checksums compares bytes on the host, and weights.transport={transport} sends none there"

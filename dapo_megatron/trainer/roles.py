@@ -41,8 +41,11 @@ class TrainingGroup(Protocol):
 class RolloutEngine(Engine, Protocol):
     """A rollout engine that shares its devices with training."""
 
-    async def release(self) -> None:
-        """Give the device's memory to training."""
+    async def release(self) -> int:
+        """Give the device's memory to training; bytes freed."""
 
-    async def restore(self) -> None:
-        """Take it back, ready to generate."""
+    async def wake_weights(self) -> int:
+        """Take the weights' memory back, ready for a sync; bytes taken."""
+
+    async def wake_kv_cache(self) -> int:
+        """Take the KV cache's memory back, ready to generate; bytes taken."""

@@ -26,10 +26,15 @@ from dapo_megatron.data.types import TrainingSample
 from dapo_megatron.models.family import Dimensions
 from dapo_megatron.models.flops import sequence_cost, training_flops
 from dapo_megatron.sampling.group_sampler import GroupSampler, SampledStep
+from dapo_megatron.trainer.hybrid_engine import HybridEngine
 from dapo_megatron.trainer.records import sample_record
 from dapo_megatron.trainer.roles import RolloutEngine, TrainingGroup
 
 logger = logging.getLogger(__name__)
+
+
+class PolicyMismatch(RuntimeError):
+    """The engines do not sample from the policy that is trained."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class StepRunner:
         self._config = config
         self._dimensions = dimensions
         self._sampler = sampler
-        self._training = training
-        self._engines = engines
+        self._data_parallel_size = training.data_parallel_size
+        self._hybrid = HybridEngine(config, training, engines)
         self._announce = announce
 
     async def run(self, step: int) -> StepResult:
@@ -93,40 +98,31 @@ class StepRunner:
         scored = score_groups(sampled.batch, self._config)
         updates = build_updates(scored, self._config)
         with clock.phase("release"):
-            for engine in self._engines:
-                await engine.release()
-        with clock.phase("old_log_probs"):
-            await self._training.reload(["params"])
-            await self._set_old_log_probs(updates)
-        with clock.phase("update"):
-            await self._training.reload(["grads", "optimizer"])
-            update_results = await self._update(updates, step)
-            freed_bytes = await self._offload("grads", "optimizer")
-        with clock.phase("sync"):
-            for engine in self._engines:
-                await engine.restore()
-            await self._training.sync_weights(self.policy_version)
-            freed_bytes |= await self._offload("params")
-
+            await self._hybrid.release()
         samples = [sample for update in updates for sample in update]
+        with clock.phase("old_log_probs"):
+            await self._set_old_log_probs(samples)
+        mismatch = self._mismatch_metrics(samples)
+        self._check_mismatch(mismatch, step)
+        with clock.phase("update"):
+            update_results = await self._update(updates, step)
+        with clock.phase("sync"):
+            await self._hybrid.wake_weights()
+            await self._hybrid.sync(self.policy_version)
+            await self._hybrid.wake_kv_cache()
+
         metrics: dict[str, float] = {"step": step, "update": self.policy_version}
         metrics |= _reward_metrics(sampled, scored) | _length_metrics(sampled)
         metrics |= _policy_metrics(update_results)
-        metrics |= self._mismatch_metrics(samples)
+        metrics |= mismatch
         metrics |= sampled.metrics()
         metrics |= clock.metrics()
-        metrics |= {f"memory_bytes/freed_{phase}": size for phase, size in freed_bytes.items()}
+        metrics |= self._hybrid.metrics()
         metrics |= _throughput_metrics(samples, metrics)
         metrics |= self._update_flops_metrics(updates, clock)
         return StepResult(metrics, _records(step, sampled, scored))
 
-    async def _offload(self, *phases: str) -> dict[str, int]:
-        """Free what of `phases` the configuration lets go while the engines generate."""
-        chosen = [phase for phase in phases if phase in self._config.cluster.offload]
-        return await self._training.offload(chosen) if chosen else {}
-
-    async def _set_old_log_probs(self, updates: list[list[TrainingSample]]) -> None:
-        samples = [sample for update in updates for sample in update]
+    async def _set_old_log_probs(self, samples: list[TrainingSample]) -> None:
         if self._config.algorithm.old_log_probs is OldLogProbs.rollout:
             set_old_log_probs(samples, [sample.rollout_log_probs for sample in samples], self._config)
         else:
@@ -139,7 +135,7 @@ class StepRunner:
         """Log-probs in the order of `samples`, computed in the actors' packing."""
         plan = self._plan(samples)
         shares = [[[samples[i] for i in members] for members in rank] for rank in plan]
-        found = await self._training.log_probs(shares, reference=reference)
+        found = await self._hybrid.log_probs(shares, reference=reference)
         result: dict[int, np.ndarray] = {}
         for rank, rank_found in zip(plan, found, strict=True):
             for members, values in zip(rank, rank_found, strict=True):
@@ -155,7 +151,7 @@ class StepRunner:
                     results.append({"skipped": 1.0})
                     continue
                 shares = [[[samples[i] for i in members] for members in rank] for rank in self._plan(samples)]
-                results.append(await self._training.update(shares, step=step))
+                results.append(await self._hybrid.update(shares, step=step))
                 self.policy_version += 1
         return results
 
@@ -163,7 +159,7 @@ class StepRunner:
         parallel = self._config.parallel
         return plan_micro_batches(
             [sample.total_tokens for sample in samples],
-            self._training.data_parallel_size,
+            self._data_parallel_size,
             parallel.max_tokens_per_micro_batch,
             alignment=alignment_of(self._config),
             cost=sequence_cost(self._dimensions),
@@ -193,6 +189,19 @@ class StepRunner:
             [sample.rollout_log_probs for sample in trained],
             self._config.algorithm.correction,
         )
+
+    def _check_mismatch(self, mismatch: dict[str, float], step: int) -> None:
+        """Before the step's updates, so that samples of another policy train nothing."""
+        bound = self._config.weights.max_log_prob_difference
+        found = mismatch.get("mismatch/logprob_diff_mean", 0.0)
+        if bound is not None and not found <= bound:
+            raise PolicyMismatch(
+                f"step {step}: the log-probs of engines and training ranks differ by {found:.3g} on average, more than "
+                f"weights.max_log_prob_difference={bound:g}: the engines sample from another policy. Look at "
+                "mismatch/* in metrics.jsonl (since which step?); weights.verify=checksums (a sync that loses or "
+                "changes a tensor); precision.rollout_dtype and rollout.quantization against precision.params_dtype; "
+                "and `dapo-megatron convert verify` of the last checkpoint against model.path"
+            )
 
 
 def _has_trained_token(samples: list[TrainingSample]) -> bool:

@@ -68,7 +68,7 @@ def test_overrides_win_and_are_typed() -> None:
             "algorithm.clip.dual=null",
             "algorithm.filtering.budget_exhausted=raise",
             "rollout.stop=[a, b]",
-            "+weights.checksums=true",
+            "+weights.verify=checksums",
             "evaluation.sets.more.dataset.path=x.jsonl",
             "optimizer.weight_decay=1",
             "trainer.run_dir=7",
@@ -80,7 +80,7 @@ def test_overrides_win_and_are_typed() -> None:
     assert config.algorithm.clip.dual is None
     assert config.algorithm.filtering.budget_exhausted is BudgetExhausted.raise_error
     assert config.rollout.stop == ["a", "b"]
-    assert config.weights.checksums is True
+    assert config.weights.verify == "checksums"
     assert list(config.evaluation.sets) == ["heldout", "more"]
     assert isinstance(config.optimizer.weight_decay, float)
     assert config.trainer.run_dir == "7"

@@ -22,12 +22,12 @@ from dapo_megatron.config.layout import (
     world_size,
 )
 from dapo_megatron.config.schema import Config, ParallelConfig, RecomputeConfig
-from dapo_megatron.config.validate import validate, validate_model
+from dapo_megatron.config.validate import validate
+from dapo_megatron.config.validate_model import validate_model
 from dapo_megatron.data.packing import alignment_of
 from dapo_megatron.megatron.model import transformer_config
 from dapo_megatron.models.dimensions import Dimensions
-from dapo_megatron.models.qwen3 import QWEN3
-from dapo_megatron.models.qwen3_moe import QWEN3_MOE
+from dapo_megatron.models.qwen3 import QWEN3, QWEN3_MOE
 
 CONF = Path(__file__).parents[2] / "conf"
 DENSE = ModelSizes(layers=64, heads=40, kv_heads=8, ffn_hidden_size=27648)

@@ -18,7 +18,8 @@ from dapo_megatron.config.schema import (
     KLEstimator,
     OldLogProbs,
 )
-from dapo_megatron.config.validate import validate, validate_files, validate_model
+from dapo_megatron.config.validate import validate
+from dapo_megatron.config.validate_model import validate_files, validate_model
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -40,13 +41,58 @@ def test_shipped_configs_are_valid(name: str, algorithm: str) -> None:
     validate(load_config(name, ["parallel=data2"], [CONF]))
 
 
-def test_the_32b_recipe_lacks_nothing_but_the_engines_tensor_parallelism(shared: Path) -> None:
-    config = load_config("recipe/dapo_qwen2_5_32b", ["rollout.tensor=1"], [CONF])
+def test_the_32b_recipe_fits_its_model(shared: Path) -> None:
+    config = load_config("recipe/dapo_qwen2_5_32b", [], [CONF])
     validate(config)
     hf_config = json.loads((shared / "model_configs.json").read_text())["Qwen2.5-32B"]["hf_config"]
     validate_model(config, hf_config)
-    with pytest.raises(ValueError, match="rollout.tensor=4 is not supported yet, only 1 is"):
-        validate(load_config("recipe/dapo_qwen2_5_32b", [], [CONF]))
+    config.rollout.tensor = 6
+    with pytest.raises(ValueError, match="rollout.tensor=6 does not divide .* 40 attention heads: .* is 5"):
+        validate_model(config, hf_config)
+
+
+def test_a_model_with_a_sliding_window_trains_inside_it() -> None:
+    config = load_config("quickstart", [], [CONF])
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    validate_model(config, {"sliding_window": longest})
+    validate_model(config, {"sliding_window": longest - 5, "use_sliding_window": False})
+    validate_model(config, {"sliding_window": None})
+    with pytest.raises(ValueError, match=f"sliding window of {longest - 5}.*lower one of them by at least 5"):
+        validate_model(config, {"sliding_window": longest - 5})
+
+
+def test_quantised_engines_are_for_what_they_can_run() -> None:
+    config = load_config("quickstart", ["rollout.quantization=fp8_per_channel", "precision=bf16"], [CONF])
+    validate(config)
+    experts = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9}
+    experts |= {"intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    with pytest.raises(ValueError, match="fp8_per_channel on the CPU is for dense models, and this one has 4 experts"):
+        validate_model(config, experts | {"architectures": ["Qwen3MoeForCausalLM"]})
+    for overrides, message in [
+        (["precision=fp32"], "goes with precision.rollout_dtype=bfloat16, given is float32"),
+        (["rollout.quantization=fp8_block"], "fp8_block needs a CUDA device"),
+        (["weights.deadline_s=2000"], "cluster.phase_deadline_s=3600 would end a sync .* at least twice"),
+    ]:
+        chosen = ["rollout.quantization=fp8_per_channel", "precision=bf16", *overrides]
+        with pytest.raises(ValueError, match=message):
+            validate(load_config("quickstart", chosen, [CONF]))
+
+
+def test_vllms_own_transports_go_where_they_can() -> None:
+    cuda = ["cluster.device=cuda", "parallel=data2"]
+    validate(load_config("quickstart", [*cuda, "weights.transport=ipc", "rollout.engines=2"], [CONF]))
+    validate(load_config("quickstart", [*cuda, "weights.transport=ipc", "rollout.tensor=2"], [CONF]))
+    validate(load_config("quickstart", [*cuda, "weights.transport=nccl", "cluster.placement=disaggregated"], [CONF]))
+    refused = {
+        "weights.transport=ipc needs an engine's process on every training rank's device: 2 ranks": [],
+        "weights.transport=ipc needs cluster.placement=colocated": ["cluster.placement=disaggregated"],
+        "weights.transport=nccl needs cluster.placement=disaggregated": ["weights.transport=nccl"],
+        "weights.transport=ipc needs CUDA devices, and cluster.device=cpu": ["cluster.device=cpu"],
+        "weights.verify=checksums compares bytes on the host": ["rollout.engines=2", "weights.verify=checksums"],
+    }
+    for message, overrides in refused.items():
+        with pytest.raises(ValueError, match=message):
+            validate(load_config("quickstart", [*cuda, "weights.transport=ipc", *overrides], [CONF]))
 
 
 def test_the_32b_recipe_is_the_papers() -> None:
@@ -126,7 +172,9 @@ def test_an_update_is_valid_iff_whole_groups_make_whole_updates(groups: int, n: 
         (["algorithm.filtering={pass_rate_low:0.8,pass_rate_high:0.2}"], "does not hold"),
         (["rollout.samples_per_prompt=1"], "rejects every group"),
         (["algorithm.correction={kind:mis,low:1.5}"], "does not hold"),
-        (["rollout.tensor=2"], "rollout.tensor=2 is not supported yet, only 1 is"),
+        (["rollout.sleep_level=3"], "rollout.sleep_level=3 is not one of: 1, 2"),
+        (["weights.verify=hashes"], "weights.verify='hashes' is not one of: manifest, first, checksums"),
+        (["weights.max_log_prob_difference=0"], "weights.max_log_prob_difference=0.0 must be above 0"),
         (["parallel.virtual_pipeline=2"], "interleaves pipeline stages, and parallel.pipeline=1"),
         (["parallel.virtual_pipeline=1", "parallel.pipeline=2"], "must be at least 2, or null"),
         (["parallel.sequence_parallel=true"], "among tensor-parallel ranks, and parallel.tensor=1"),

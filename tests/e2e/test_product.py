@@ -53,16 +53,16 @@ def test_first_update_of_a_step_starts_at_ratio_one(one_engine: RunDirectory) ->
     "layout",
     [
         ["parallel.data=2", "rollout.engines=2"],
-        ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2"],
-        ["parallel.context=2"],
+        ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2", "rollout.sleep_level=2"],
+        ["parallel.context=2", "rollout.tensor=2", "cluster.placement=disaggregated"],
     ],
-    ids=["two ranks, two engines", "TP2+SPxPP2", "CP2"],
+    ids=["two ranks, two engines", "TP2+SPxPP2, weights dropped", "CP2, a TP2 engine, disaggregated"],
 )
 def test_another_layout_trains_the_same(
     layout: list[str], one_engine: RunDirectory, command: Command, problems: list[str], tmp_path: Path
 ) -> None:
     """The same batch, loss and gradient; and every engine follows the sync, tensor for tensor."""
-    options = ["evaluation.before_training=false", "evaluation.sets={}", "weights.checksums=true"]
+    options = ["evaluation.before_training=false", "evaluation.sets={}", "weights.verify=checksums"]
     command([*TRAIN, *problems, *layout, *options, "trainer.steps=2", f"trainer.run_dir={tmp_path / 'two'}"])
     two = RunDirectory.open(tmp_path / "two")
     reference = one_engine.read_samples("step_0000001")

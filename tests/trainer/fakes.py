@@ -47,11 +47,17 @@ class FakeEngine:
     async def abort_all(self) -> None:
         self._calls.append("abort_all")
 
-    async def release(self) -> None:
+    async def release(self) -> int:
         self._calls.append("release")
+        return 100
 
-    async def restore(self) -> None:
-        self._calls.append("restore")
+    async def wake_weights(self) -> int:
+        self._calls.append("wake_weights")
+        return 60
+
+    async def wake_kv_cache(self) -> int:
+        self._calls.append("wake_kv_cache")
+        return 40
 
 
 class FakeTraining:

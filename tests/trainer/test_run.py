@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dapo_megatron.config.schema import Config, OldLogProbs
-from dapo_megatron.data.types import Prompt
+from dapo_megatron.data.types import Prompt, Sample
 from dapo_megatron.models.flops import training_flops
 from dapo_megatron.sampling.group_sampler import Scorer
 from dapo_megatron.trainer.evaluate import EvaluationSet, pass_at_k
 from dapo_megatron.trainer.progress import Progress
 from dapo_megatron.trainer.run import train
+from dapo_megatron.trainer.step import PolicyMismatch
 from dapo_megatron.trainer.tracking import RunDirectory
 from tests.trainer.fakes import DIMENSIONS, FakeEngine, FakeTraining, ParityScorer, SilentScorer, small_config
 
 PROMPTS = [Prompt(str(i), (i, 7), f"{i}?", str(i)) for i in range(11)]
 
 
-def run(config: Config, folder: Path, scorer: Scorer | None = None) -> tuple[RunDirectory, FakeTraining, list[str]]:
+def run(
+    config: Config, folder: Path, scorer: Scorer | None = None, engine: type[FakeEngine] = FakeEngine
+) -> tuple[RunDirectory, FakeTraining, list[str]]:
     calls: list[str] = []
-    engine = FakeEngine(calls)
-    training = FakeTraining(calls, engine)
+    rollouts = engine(calls)
+    training = FakeTraining(calls, rollouts)
     directory = RunDirectory.create(folder / "run", "config: of the test\n")
     problems = SimpleNamespace(
         train=SimpleNamespace(prompts=PROMPTS), evaluation=[EvaluationSet("held", PROMPTS[:5], 2)]
     )
     with Progress(config.trainer.steps, live=False) as progress:
         asyncio.run(
-            train(config, DIMENSIONS, problems, directory, training, [engine], scorer or ParityScorer(), progress)
+            train(config, DIMENSIONS, problems, directory, training, [rollouts], scorer or ParityScorer(), progress)
         )
     return directory, training, calls
 
@@ -44,7 +48,7 @@ def test_phases_run_in_the_order_of_the_design(tmp_path: Path) -> None:
     phases = [call for call in calls if call != "abort_all"]
     to_actors = ["release", "reload params", "log_probs"]
     updates = ["reload grads", "reload optimizer", "update", "update"]
-    to_engines = ["offload grads", "offload optimizer", "restore", "sync", "offload params"]
+    to_engines = ["offload grads", "offload optimizer", "wake_weights", "sync", "offload params", "wake_kv_cache"]
     assert phases == to_actors + updates + to_engines + ["export"]
 
 
@@ -129,6 +133,25 @@ def test_rollout_log_probs_as_old_skip_the_actor(tmp_path: Path) -> None:
     sample = training.updates[0][0]
     assert sample.old_log_probs is not None
     assert sample.old_log_probs.tolist() == sample.rollout_log_probs.tolist()
+
+
+class ForeignEngine(FakeEngine):
+    """Samples from another policy."""
+
+    def _sample(self, index: int, seed: int) -> Sample:
+        sample = super()._sample(index, seed)
+        return replace(sample, log_probs=[value - 0.75 for value in sample.log_probs])
+
+
+def test_engines_that_sample_from_another_policy_stop_the_run_before_its_updates(tmp_path: Path) -> None:
+    config = small_config()
+    with pytest.raises(PolicyMismatch, match="step 1: .* differ by 0.75 on average.*weights.verify=checksums"):
+        run(config, tmp_path / "bounded", engine=ForeignEngine)
+    config.weights.max_log_prob_difference = 0.8
+    _, training, _ = run(config, tmp_path / "wide", engine=ForeignEngine)
+    config.weights.max_log_prob_difference = None
+    run(config, tmp_path / "unbounded", engine=ForeignEngine)
+    assert training.updates
 
 
 def test_kl_term_asks_for_reference_log_probs(tmp_path: Path) -> None:
