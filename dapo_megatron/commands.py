@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from dapo_megatron.cluster.actors import start_all
+from dapo_megatron.cluster.actors import shutting_down, start_all
 from dapo_megatron.cluster.placement import place_all, place_engines, ray_session
 from dapo_megatron.config.compose import to_yaml
 from dapo_megatron.config.schema import Config
@@ -45,10 +45,11 @@ def train(config: Config) -> RunDirectory:
 
         async def start_and_train() -> None:
             placed = place_all(config, str(hf_folder))
-            await start_all(placed.training, placed.engines, config.cluster.start_deadline_s)
-            await run.train(
-                config, dimensions, problems, run_directory, placed.training, placed.engines, scorer, progress
-            )
+            async with shutting_down(placed.engines):
+                await start_all(placed.training, placed.engines, config.cluster.start_deadline_s)
+                await run.train(
+                    config, dimensions, problems, run_directory, placed.training, placed.engines, scorer, progress
+                )
 
         progress.phase("start")
         asyncio.run(start_and_train())
@@ -73,8 +74,9 @@ def evaluate(config: Config, model_folder: Path | None = None) -> evaluation.Eva
 
     async def start_and_evaluate() -> evaluation.Evaluation:
         engines = place_engines(config, str(hf_folder))
-        await asyncio.gather(*(engine.ready(config.cluster.start_deadline_s) for engine in engines))
-        return await evaluation.evaluate(config, sets, EnginePool(engines), scorer, step=0)
+        async with shutting_down(engines):
+            await asyncio.gather(*(engine.ready(config.cluster.start_deadline_s) for engine in engines))
+            return await evaluation.evaluate(config, sets, EnginePool(engines), scorer, step=0)
 
     with ray_session(config):
         return asyncio.run(start_and_evaluate())

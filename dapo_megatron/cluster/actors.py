@@ -7,7 +7,8 @@ import asyncio
 import logging
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from dapo_megatron.config.schema import Config, Placement, SamplingConfig
 from dapo_megatron.data.types import ActorPlan, Sample, TrainingSample
 
 logger = logging.getLogger(__name__)
+
+SHUTDOWN_DEADLINE_S = 20.0
+"""After it an engine is left to Ray, which kills it."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,10 @@ class RayEngine:
         """See trainer.roles.RolloutEngine.wake_kv_cache."""
         return await self._call("wake_kv_cache")
 
+    async def shutdown(self) -> None:
+        """End the engine, so that it gives back what would outlive its process: shared memory, processes of its own."""
+        await answer(self.handle.shutdown.remote(), self._name, "shutdown", SHUTDOWN_DEADLINE_S)
+
     async def ready(self, deadline_s: float) -> None:
         """Wait until the engine has loaded its model."""
         await answer(self.handle.__ray_ready__.remote(), self._name, "start", deadline_s)
@@ -216,3 +224,12 @@ async def start_all(group: RayTrainingGroup, engines: Sequence[RayEngine], deadl
     """Bring up engines and ranks side by side, then connect them."""
     await asyncio.gather(group.start(deadline_s), *(engine.ready(deadline_s) for engine in engines))
     await group.connect([engine.handle for engine in engines], deadline_s)
+
+
+@asynccontextmanager
+async def shutting_down(engines: Sequence[RayEngine]) -> AsyncIterator[None]:
+    """End engines with the block, however it ends; one that has died already is no error."""
+    try:
+        yield
+    finally:
+        await asyncio.gather(*(engine.shutdown() for engine in engines), return_exceptions=True)

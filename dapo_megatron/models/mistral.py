@@ -1,7 +1,7 @@
 """Mistral, Llama's decoder, and Mixtral, the same with routed experts in every layer.
 
 Their attention sees no further back than `sliding_window` tokens. Megatron's sees everything, which is the same up to
-that length: longer sequences are refused with the configuration (config/validate.py).
+that length: longer sequences are refused with the configuration (config/validate_model.py).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def test_first_update_of_a_step_starts_at_ratio_one(one_engine: RunDirectory) ->
 def test_another_layout_trains_the_same(
     layout: list[str], one_engine: RunDirectory, command: Command, problems: list[str], tmp_path: Path
 ) -> None:
-    """The same batch, loss and gradient; and every engine follows the sync, tensor for tensor."""
+    """The same batch, loss and gradient; every engine follows the sync, tensor for tensor, and leaves no memory."""
+    shared_memory = set(os.listdir("/dev/shm"))
     options = ["evaluation.before_training=false", "evaluation.sets={}", "weights.verify=checksums"]
     command([*TRAIN, *problems, *layout, *options, "trainer.steps=2", f"trainer.run_dir={tmp_path / 'two'}"])
     two = RunDirectory.open(tmp_path / "two")
@@ -72,6 +74,7 @@ def test_another_layout_trains_the_same(
         if name.split("/")[0] in ("reward", "response_length", "policy") and not name.startswith("policy/kl"):
             assert first[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
     assert two.read_metrics()[1]["mismatch/logprob_diff_max"] <= 1e-5
+    assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
 def test_evaluate_and_report_read_the_run(one_engine: RunDirectory, command: Command, tmp_path: Path) -> None:

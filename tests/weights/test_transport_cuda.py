@@ -289,3 +289,21 @@ def test_what_nccl_m2n_cannot_carry_is_refused(wire: Wire, folders: dict[str, st
         connect("nccl_m2n", source, [engine, engine])
     with pytest.raises(ValueError, match="nccl_m2n cannot send quantised weights"):
         connect("nccl_m2n", source, [engine], quantization="fp8_block")
+
+
+def test_what_engines_open_lies_in_whole_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other settings of the allocator stay, during and after a sync that fails."""
+    from vllm.device_allocator import alloc_conf
+
+    from dapo_megatron.weights.transport.cuda import whole_segments
+
+    settings = ["expandable_segments:True,max_split_size_mb:512"]
+    monkeypatch.setattr(alloc_conf, "current_alloc_conf", lambda: settings[-1])
+    monkeypatch.setattr(alloc_conf, "set_alloc_conf", settings.append)
+    with pytest.raises(KeyError), whole_segments():
+        assert settings[-1] == "expandable_segments:False,max_split_size_mb:512"
+        raise KeyError
+    assert settings[-1] == settings[0] and len(settings) == 3
+    settings[:] = ["max_split_size_mb:512"]
+    with whole_segments():
+        assert len(settings) == 1

@@ -66,8 +66,11 @@ class _VLLMTransfer:
         self.shutdown = self._engine.shutdown
 
     def send_weights(self, version: int | None = None) -> None:
+        from dapo_megatron.weights.transport.cuda import whole_segments
+
         self._clients.version = None if version is None else str(version)
-        self._clients.supervise(self._engine.send_weights)
+        with whole_segments():
+            self._clients.supervise(self._engine.send_weights)
 
 
 def engine_backend(transport: str) -> str:

@@ -9,12 +9,14 @@ Not checked here, because the bytes never pass through the host: checksums.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta
@@ -61,6 +63,20 @@ def source_and_init_info(
         dst_mesh_dims=(1, workers),
         rank=rank,
     )
+
+
+@contextlib.contextmanager
+def whole_segments() -> Iterator[None]:
+    """Memory that is allocated meanwhile can be opened by other processes, which expandable segments make slow."""
+    settings = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(settings, alloc_conf.EXPANDABLE_SEGMENTS):
+        yield
+        return
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(settings, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(settings)
 
 
 def _free_port(address: str) -> int:
