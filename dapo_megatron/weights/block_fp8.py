@@ -7,16 +7,17 @@ block of 128 x 128: weight = values x scale. Embeddings, the output weight, norm
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dapo_megatron.weights.export import MegatronWeightSource, TensorDescription
-
 BLOCK = 128
+SCALES = "_scale_inv"
+"""Behind the name of the values."""
+
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -35,13 +36,23 @@ def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values[:rows, :columns].to(torch.float8_e4m3fn), scales
 
 
+def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
+    """The inverse: values [n, k] and their scales -> bfloat16 [n, k]."""
+    result = torch.empty(values.shape, dtype=torch.bfloat16)
+    for i, row in enumerate(scales.float().repeat_interleave(BLOCK, 1)[:, : values.shape[1]]):
+        rows = slice(i * BLOCK, (i + 1) * BLOCK)
+        torch.mul(values[rows].float(), row, out=result[rows])
+    return result
+
+
+def scales_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of values of that shape."""
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
 def scale_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of the scales that go with a checkpoint's tensors."""
-    return {
-        f"{name}_scale_inv": tuple(-(-size // BLOCK) for size in shape)
-        for name, shape in shapes.items()
-        if is_quantised(name, shape)
-    }
+    return {f"{name}{SCALES}": scales_of(shape) for name, shape in shapes.items() if is_quantised(name, shape)}
 
 
 def quantization_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -62,34 +73,6 @@ def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
         if is_quantised(name, tensor.shape):
             values, scales = quantise_blocks(tensor)
             yield name, values
-            yield f"{name}_scale_inv", scales
+            yield f"{name}{SCALES}", scales
         else:
             yield name, tensor
-
-
-class BlockFP8Source:
-    """A MegatronWeightSource whose linear weights come out as values and scales."""
-
-    def __init__(self, source: MegatronWeightSource) -> None:
-        self._source = source
-
-    def on_every_rank(self) -> BlockFP8Source:
-        """See MegatronWeightSource.on_every_rank."""
-        return BlockFP8Source(self._source.on_every_rank())
-
-    def held_names(self) -> Collection[str] | None:
-        """See MegatronWeightSource.held_names."""
-        return self._source.held_names()
-
-    def metadata(self) -> list[TensorDescription]:
-        """See MegatronWeightSource.metadata."""
-        described = []
-        for tensor in self._source.metadata():
-            scales = scale_shapes({tensor.name: tensor.shape})
-            dtype = torch.float8_e4m3fn if scales else tensor.dtype
-            described.append(TensorDescription(tensor.name, dtype, tensor.shape))
-            described += [TensorDescription(name, torch.float32, shape) for name, shape in scales.items()]
-        return described
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return quantised(self._source)

@@ -318,11 +318,11 @@ class MegatronWeightSource:
     def groups(self) -> list[list[str]]:
         """Names by layer, of what this rank yields: before the layers, each layer, after them."""
         names = [description.name for description in self.metadata()] if self.yields else []
-        return [list(group) for _, group in groupby(names, key=_place)]
+        return [list(group) for _, group in groupby(names, key=layer_of)]
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
         """The same stream, a whole group at a time."""
-        for _, pairs in groupby(self, key=lambda pair: _place(pair[0])):
+        for _, pairs in groupby(self, key=lambda pair: layer_of(pair[0])):
             names, tensors = zip(*pairs, strict=True)
             yield list(names), list(tensors)
 
@@ -372,6 +372,7 @@ def _cut(tensors: Sequence[_PlannedTensor], bucket_bytes: int) -> list[_Bucket]:
     return [_Bucket(tuple(tensors)) for tensors in cut]
 
 
-def _place(name: str) -> str | None:
-    match = re.search(r"\.(\d+)\.", name)
-    return match[1] if match else None
+def layer_of(name: str) -> str | None:
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; None outside the layers."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", name)
+    return match[0] if match else None

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dapo_megatron.weights.block_fp8 import BLOCK, SCALES, dequantise_blocks, scales_of
 from dapo_megatron.weights.mapped_files import MappedFiles, WriteThrough
 from dapo_megatron.weights.staging import staged_folder
 
@@ -52,9 +53,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-# Of block-wise FP8: behind the name of the values, and the size of a block.
-_SCALES, _BLOCK = "_scale_inv", 128
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -127,7 +125,7 @@ class HFFolder:
         return self.path
 
     def names(self) -> list[str]:
-        scales = {f"{name}{_SCALES}" for name in self._quantised}
+        scales = {f"{name}{SCALES}" for name in self._quantised}
         return [name for name in self._places if name not in scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -138,7 +136,7 @@ class HFFolder:
 
     def tensor(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
         if name in self._quantised:
-            return _dequantised(self._stored(name), self._stored(f"{name}{_SCALES}"))[part]
+            return dequantise_blocks(self._stored(name), self._stored(f"{name}{SCALES}"))[part]
         return self._stored(name, part)
 
     def _stored(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
@@ -156,13 +154,13 @@ class HFFolder:
         """The tensors that are FP8 values."""
         names = {name for name, place in self._places.items() if place.dtype == torch.float8_e4m3fn}
         for name in names:
-            shape, scales = self._places[name].shape, self._places.get(f"{name}{_SCALES}")
-            expected = tuple(-(-size // _BLOCK) for size in shape)
+            shape, scales = self._places[name].shape, self._places.get(f"{name}{SCALES}")
+            expected = scales_of(shape)
             if scales is None or scales.shape != expected or len(shape) != 2:
-                found = "none" if scales is None else f"{name}{_SCALES} {list(scales.shape)}"
+                found = "none" if scales is None else f"{name}{SCALES} {list(scales.shape)}"
                 raise ValueError(
                     f"{self.path}: {name} {list(shape)} is FP8, and is read if {list(expected)} scales, one for each "
-                    f"block of {_BLOCK} x {_BLOCK}, lie beside it; found: {found}"
+                    f"block of {BLOCK} x {BLOCK}, lie beside it; found: {found}"
                 )
         return names
 
@@ -188,15 +186,6 @@ class HFFolder:
             if absent:
                 raise ValueError(f"{index} places tensors in {shard} that are not there: {', '.join(absent)}")
         return {name: headers[shard][name] for name, shard in shard_of.items()}
-
-
-def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """Block-wise FP8 [n, k] and its scales -> bfloat16 [n, k]."""
-    result = torch.empty(values.shape, dtype=torch.bfloat16)
-    for i, row in enumerate(scales.float().repeat_interleave(_BLOCK, 1)[:, : values.shape[1]]):
-        rows = slice(i * _BLOCK, (i + 1) * _BLOCK)
-        torch.mul(values[rows].float(), row, out=result[rows])
-    return result
 
 
 def read_config(folder: Path) -> dict[str, Any]:

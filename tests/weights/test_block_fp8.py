@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dapo_megatron.weights.block_fp8 import (
-    BlockFP8Source,
     is_quantised,
     quantise_blocks,
     quantization_config,
@@ -94,6 +93,9 @@ def test_a_source_yields_what_its_metadata_says() -> None:
 
         def __iter__(self) -> Any:
             return ((name, torch.randn(shape, dtype=torch.bfloat16)) for name, (shape, _) in NAMES.items())
+
+    pytest.importorskip("vllm")
+    from dapo_megatron.weights.transport.block_fp8_source import BlockFP8Source
 
     source: Any = BlockFP8Source(Plain())  # type: ignore[arg-type]
     yielded = [TensorDescription(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]

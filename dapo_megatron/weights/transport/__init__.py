@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient as 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
 from dapo_megatron.config.schema import WeightsConfig
-from dapo_megatron.weights.block_fp8 import BlockFP8Source
+from dapo_megatron.weights.transport.block_fp8_source import BlockFP8Source
 from dapo_megatron.weights.transport.chunks import WeightSyncError
 from dapo_megatron.weights.transport.clients import EngineClients
 from dapo_megatron.weights.transport.engine import SharedMemoryWeightEngine

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
+from dapo_megatron.weights.export import layer_of
+
 ALIGNMENT_BYTES = 64
 NAMES_IN_ERROR = 8
 
@@ -36,13 +38,6 @@ class Slot:
         return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes].view(self.dtype).view(self.shape)
 
 
-def _layer_of(name: str) -> str | None:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; None outside the layers."""
-    parts = name.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return None if index is None else ".".join(parts[: index + 1])
-
-
 def plan_chunks(metadata: Sequence[ParamMeta], buffer_bytes: int) -> list[list[Slot]]:
     """Cut the manifest, in its order, into chunks of whole layers that fit into `buffer_bytes`.
 
@@ -52,8 +47,8 @@ def plan_chunks(metadata: Sequence[ParamMeta], buffer_bytes: int) -> list[list[S
     """
     groups: list[list[ParamMeta]] = []
     for i, meta in enumerate(metadata):
-        layer = _layer_of(meta.name)
-        if i and layer is not None and layer == _layer_of(metadata[i - 1].name):
+        layer = layer_of(meta.name)
+        if i and layer is not None and layer == layer_of(metadata[i - 1].name):
             groups[-1].append(meta)
         else:
             groups.append([meta])
