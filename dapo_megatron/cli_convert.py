@@ -119,6 +119,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Bytes, bytes/s and the time left: a bar on a terminal, else a line every few seconds."""
+    from rich.filesize import decimal
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -133,6 +134,6 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             if bar.disable and (now - last_line > _SECONDS_BETWEEN_LINES or done == total):
                 last_line = now
                 speed = done / max(now - start, 1e-9)
-                typer.echo(f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {speed / 1e6:.0f} MB/s")
+                typer.echo(f"{decimal(int(done))} of {decimal(total)}, {decimal(int(speed))}/s")
 
         yield advance

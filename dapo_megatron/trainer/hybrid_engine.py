@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 
 import numpy as np
@@ -75,8 +76,9 @@ class HybridEngine:
         """End generation: the engines give their memory to the ranks, whose parameters come back."""
         self._require("release")
         self.moved_bytes = {}
-        await self._switch_engines("release", "freed")
-        await self._reload("params")
+        with self._logged("release"):
+            await self._switch_engines("release", "freed")
+            await self._reload("params")
         self.phase = Phase.release
 
     async def log_probs(self, plan: ActorPlan, *, reference: bool = False) -> list[list[list[np.ndarray]]]:
@@ -89,15 +91,17 @@ class HybridEngine:
         """See TrainingGroup.update; the first one brings gradients and optimizer state back."""
         self._require("update")
         if self.phase is not Phase.update:
-            await self._reload("grads", "optimizer")
+            with self._logged("update"):
+                await self._reload("grads", "optimizer")
             self.phase = Phase.update
         return await self._training.update(plan, step=step)
 
     async def wake_weights(self) -> None:
         """End training: gradients and optimizer state leave, the engines' weights come."""
         self._require("wake_weights")
-        await self._offload("grads", "optimizer")
-        await self._switch_engines("wake_weights", "taken")
+        with self._logged("wake_weights"):
+            await self._offload("grads", "optimizer")
+            await self._switch_engines("wake_weights", "taken")
         self.phase = Phase.wake_weights
 
     async def sync(self, policy_version: int) -> None:
@@ -110,8 +114,9 @@ class HybridEngine:
     async def wake_kv_cache(self) -> None:
         """The ranks' parameters leave, the engines' KV caches come, and generation is possible again."""
         self._require("wake_kv_cache")
-        await self._offload("params")
-        await self._switch_engines("wake_kv_cache", "taken")
+        with self._logged("wake_kv_cache"):
+            await self._offload("params")
+            await self._switch_engines("wake_kv_cache", "taken")
         self.phase = Phase.generate
 
     def metrics(self) -> dict[str, float]:
@@ -129,20 +134,27 @@ class HybridEngine:
     async def _switch_engines(self, method: str, what: str) -> None:
         if self._colocated:
             moved = await asyncio.gather(*(getattr(engine, method)() for engine in self._engines))
-            self._note(f"engines_{what}_by_{method}", sum(moved))
+            self.moved_bytes[f"engines_{what}_by_{method}"] = sum(moved)
 
     async def _offload(self, *parts: str) -> None:
         chosen = [part for part in parts if part in self._offloaded]
         if chosen:
-            for part, size in (await self._training.offload(chosen)).items():
-                self._note(f"ranks_freed_{part}", size)
+            freed = await self._training.offload(chosen)
+            self.moved_bytes |= {f"ranks_freed_{part}": size for part, size in freed.items()}
 
     async def _reload(self, *parts: str) -> None:
         chosen = [part for part in parts if part in self._offloaded]
         if chosen:
-            for part, size in (await self._training.reload(chosen)).items():
-                self._note(f"ranks_taken_{part}", size)
+            taken = await self._training.reload(chosen)
+            self.moved_bytes |= {f"ranks_taken_{part}": size for part, size in taken.items()}
 
-    def _note(self, name: str, size: int) -> None:
-        self.moved_bytes[name] = size
-        logger.info("memory: %s %.1f MB", name.replace("_", " "), size / 1e6)
+    @contextmanager
+    def _logged(self, switch: str) -> Iterator[None]:
+        """One line for what a switch moves, none if it moves nothing."""
+        before = set(self.moved_bytes)
+        yield
+        moved = [
+            f"{name} {size / 1e6:.1f} MB" for name, size in self.moved_bytes.items() if name not in before and size
+        ]
+        if moved:
+            logger.info("%s: %s", switch, ", ".join(moved))

@@ -33,7 +33,7 @@ def staged_folder(target: Path, overwrite: bool = False, needed_bytes: int = 0) 
     """
     target = target.absolute()
     if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists: choose another folder or remove it")
+        raise ValueError(f"{target} exists: choose another folder, remove it, or overwrite it (--overwrite)")
     if target.exists() and not _is_replaceable(target):
         raise ValueError(f"{target} is neither a checkpoint nor an empty folder, and is not overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -50,8 +51,11 @@ def after(*phases: str) -> Round:
     return there
 
 
-def test_memory_moves_so_that_the_two_never_need_the_device_at_once() -> None:
-    one = after(*ROUND)
+def test_memory_moves_so_that_the_two_never_need_the_device_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        one = after(*ROUND)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["release", "wake_weights", "wake_kv_cache"]
+    assert "ranks_freed_grads 0.0 MB" in caplog.messages[1]
     engines = {method: [method, method] for method in ("release", "wake_weights", "wake_kv_cache")}
     expected = [*engines["release"], "reload params", "log_probs", "reload grads", "reload optimizer", "update"]
     expected += ["offload grads", "offload optimizer", *engines["wake_weights"], "sync"]
